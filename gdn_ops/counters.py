@@ -1,0 +1,47 @@
+"""Exact counts of what happened to packed rows, in eager and in compiled code alike (counted where the op runs)."""
+
+import threading
+from dataclasses import asdict, dataclass, fields
+
+_lock = threading.Lock()
+
+
+@dataclass
+class Stats:
+    """Counts since the process started, or since `reset_stats()`.
+
+    packed_gradients: rows whose q, k and v gradients a kernel wrote in place (one per backward call);
+    concatenations: rows that `packed_qkv_views` had to build from separate gradients;
+    input_copies: operands copied because their last axis was not dense.
+    """
+
+    packed_gradients: int = 0
+    concatenations: int = 0
+    input_copies: int = 0
+    context_exchanges: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return asdict(self)
+
+
+_stats = Stats()
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to one counter; safe from several threads (backward runs on autograd's own)."""
+    with _lock:
+        setattr(_stats, name, getattr(_stats, name) + amount)
+
+
+def stats() -> Stats:
+    """A copy of the counts as they are now."""
+    with _lock:
+        return Stats(**asdict(_stats))
+
+
+def reset_stats() -> None:
+    """Set every count to zero."""
+    with _lock:
+        for field in fields(_stats):
+            setattr(_stats, field.name, 0)

@@ -1,0 +1,122 @@
+"""What the ops take, as named tuples, and the sizes that follow from it.
+
+Letters: B batch, T tokens, N documents, HK query/key heads, HV value heads, K query/key head size,
+V value head size, C chunk length, NT chunks (an upper bound that needs no value of `cu_seqlens`).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""C: tokens per chunk, in every backend. Part of the saved tensors' layout, so not a tuning number."""
+
+L2NORM_EPS = 1e-6
+"""Added to the sum of squares before the root, as in transformers' and flash-linear-attention's l2norm."""
+
+SAVE_LEVELS = ("none", "inputs", "solve", "states")
+"""What the forward keeps for the backward, from nothing (no gradient will be asked) to everything."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, batch axis included.
+
+    q, k [B,T,HK,K]; v [B,T,HV,V]; g, beta [B,T,HV]; initial_state [N,HV,K,V]; cu_seqlens [N+1] (then B == 1);
+    A_log, dt_bias [HV].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The numbers and switches of one call; forward and backward get the same."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    deterministic: bool = True
+
+
+class Saved(NamedTuple):
+    """What the forward kept for the backward; a tensor with zero rows was not kept.
+
+    norms [B,T,2,HK] (1/|q|, 1/|k|); gates [NT,HV,C] (chunk-local cumulative log2 decay); solve, scores [NT,HV,C,C];
+    states [NT,HV,V,K] (transposed state at the chunk's start); updates [NT,HV,V,C].
+    """
+
+    norms: Tensor
+    gates: Tensor
+    solve: Tensor
+    scores: Tensor
+    states: Tensor
+    updates: Tensor
+
+
+class Sizes(NamedTuple):
+    """Every size of one call. T, B, N may be symbolic while a graph is traced; head counts and sizes are ints."""
+
+    B: int
+    T: int
+    N: int
+    HK: int
+    HV: int
+    K: int
+    V: int
+    num_chunks: int
+
+
+def sizes(inputs: Inputs) -> Sizes:
+    """Read the sizes off the inputs without looking at a value (no synchronisation, works on fake tensors)."""
+    B, T, HK, K = inputs.q.shape
+    HV, V = inputs.v.shape[2:]
+    if inputs.cu_seqlens is None:
+        N = B
+        num_chunks = B * ((T + CHUNK - 1) // CHUNK)
+    else:
+        N = inputs.cu_seqlens.shape[0] - 1
+        # Each document wastes less than one chunk, so this bounds sum(ceil(length / C)) whatever the lengths are.
+        num_chunks = (T + CHUNK - 1) // CHUNK + N
+    return Sizes(B, T, N, HK, HV, K, V, num_chunks)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of states, gates and sums for operands of `dtype`: float64 stays, everything else computes in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RowLayout(NamedTuple):
+    """Where one operand's heads lie in a token's row, in elements.
+
+    Head h = (h // group_len, h % group_len) starts at offset + (h // group_len) * stride_group
+    + (h % group_len) * stride_in_group; its channels are dense.
+    """
+
+    offset: int
+    stride_group: int
+    group_len: int
+    stride_in_group: int
+
+
+def packed_layouts(num_qk_heads: int, num_v_heads: int, head_dim: int) -> tuple[RowLayout, RowLayout, RowLayout]:
+    """The layouts of q, k and v in a [q heads | k heads | v heads] row."""
+    qk_width = num_qk_heads * head_dim
+    return (
+        RowLayout(0, head_dim, 1, 0),
+        RowLayout(qk_width, head_dim, 1, 0),
+        RowLayout(2 * qk_width, head_dim, 1, 0),
+    )
+
+
+def packed_width(num_qk_heads: int, num_v_heads: int, head_dim: int) -> int:
+    """W: elements of one [q heads | k heads | v heads] row."""
+    return (2 * num_qk_heads + num_v_heads) * head_dim
