@@ -1,0 +1,32 @@
+"""What every test shares: devices that are not there are skipped with a reason; memory can be poisoned."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why."""
+    has_gpu = torch.cuda.is_available()
+    has_distributed = torch.distributed.is_available()
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and there is none"))
+        if item.get_closest_marker("distributed") and not has_distributed:
+            item.add_marker(pytest.mark.skip(reason="needs a PyTorch built with torch.distributed"))
+
+
+@pytest.fixture
+def poison_memory() -> Iterator[None]:
+    """Fill every uninitialised tensor with NaN (floating) or the largest integer: a value never written shows."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=was_warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling
