@@ -12,12 +12,15 @@ class Stats:
 
     packed_gradients: rows whose q, k and v gradients a kernel wrote in place (one per backward call);
     concatenations: rows that `packed_qkv_views` had to build from separate gradients;
-    input_copies: operands copied because their last axis was not dense.
+    input_copies: q, k, v or rows copied because their last axis was not dense;
+    gradient_copies: incoming output gradients copied for the same reason (`sum().backward()` sends one);
+    context_exchanges: collectives that context parallelism started.
     """
 
     packed_gradients: int = 0
     concatenations: int = 0
     input_copies: int = 0
+    gradient_copies: int = 0
     context_exchanges: int = 0
 
     def as_dict(self) -> dict[str, int]:

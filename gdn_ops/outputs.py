@@ -31,7 +31,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Outputs of `gdn::chunk_bwd`: each input's gradient, dense, in the input's shape and dtype (zero rows if absent)."""
+    """Outputs of `gdn::chunk_bwd`: dense gradients in each input's shape and dtype (zero rows if absent)."""
 
     dq: Tensor
     dk: Tensor
@@ -92,7 +92,9 @@ def allocate_row(inputs: Inputs, row_width: int) -> Tensor:
     return inputs.q.new_empty((B, T, row_width))
 
 
-def gradient_target(grad: Tensor, row: Tensor | None, layout: RowLayout | None, num_heads: int, head_dim: int) -> Tensor:
+def gradient_target(
+    grad: Tensor, row: Tensor | None, layout: RowLayout | None, num_heads: int, head_dim: int
+) -> Tensor:
     """The [B,T,G,R,D] view that a backend writes one gradient through.
 
     Without a layout: the dense gradient itself, one head a group. With one: the operand's columns of `row`

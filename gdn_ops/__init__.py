@@ -1,0 +1,22 @@
+"""Gated DeltaNet training ops that read q, k, v in a packed row and write its gradient as one row."""
+
+from gdn_ops import autograd as _autograd  # noqa: F401  (registers the ops' gradients)
+from gdn_ops.counters import Stats, reset_stats, stats
+from gdn_ops.functional import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_packed,
+    chunk_gdn,
+    packed_qkv_views,
+)
+from gdn_ops.version import __version__
+
+__all__ = [
+    "Stats",
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_packed",
+    "chunk_gdn",
+    "packed_qkv_views",
+    "reset_stats",
+    "stats",
+]

@@ -1,0 +1,78 @@
+"""Settings: one frozen object, read from the environment once; nothing else in the package reads the environment."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from gdn_ops.shapes import SAVE_LEVELS
+
+BACKENDS = ("auto", "cpu", "triton", "hopper")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the ops run. Change it with `configure` or by environment variables before the first call.
+
+    backend (GDN_OPS_BACKEND): "auto" takes the fastest that supports the call; a name never falls back to another.
+    save (GDN_OPS_SAVE): what the forward keeps for the backward, "inputs", "solve" or "states"; changes memory and
+        time, never a result. Read when a call is made or traced.
+    debug (GDN_OPS_DEBUG): check the values of cu_seqlens on a GPU too, which synchronises with the host.
+    """
+
+    backend: str = "auto"
+    save: str = "solve"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse unknown words."""
+        if self.backend not in BACKENDS:
+            raise ValueError(f"setting backend: expected one of {BACKENDS}, got {self.backend!r}")
+        if self.save not in SAVE_LEVELS[1:]:
+            raise ValueError(f"setting save: expected one of {SAVE_LEVELS[1:]}, got {self.save!r}")
+        if not isinstance(self.debug, bool):
+            raise TypeError(f"setting debug: expected a bool, got {type(self.debug).__name__}")
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """Settings that the environment variables GDN_OPS_BACKEND, GDN_OPS_SAVE and GDN_OPS_DEBUG ask for.
+
+    Raises ValueError for an unknown word.
+    """
+    values: dict[str, Any] = {}
+    for field in fields(Settings):
+        text = environment.get(f"GDN_OPS_{field.name.upper()}")
+        if text is None:
+            continue
+        if field.type in (bool, "bool"):
+            if text.lower() not in ("0", "1", "false", "true", ""):
+                raise ValueError(f"GDN_OPS_{field.name.upper()}: expected 0 or 1, got {text!r}")
+            values[field.name] = text.lower() in ("1", "true")
+        else:
+            values[field.name] = text
+    return Settings(**values)
+
+
+_current = from_environment(os.environ)
+
+
+def current() -> Settings:
+    """The settings in force."""
+    return _current
+
+
+@contextlib.contextmanager
+def configure(**changes: Any) -> Iterator[Settings]:
+    """Run a block with some settings changed: `with configure(save="states"): ...`.
+
+    Holds for the whole process while the block runs, autograd's own threads included.
+    Raises ValueError or TypeError for an unknown name or word.
+    """
+    global _current
+    before = _current
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before
