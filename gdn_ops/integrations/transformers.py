@@ -1,0 +1,154 @@
+"""Hugging Face transformers' Gated DeltaNet models (Qwen3-Next, Qwen3.5) on `gdn_ops`.
+
+transformers keeps one function per modelling module, `torch_chunk_gated_delta_rule`, and every GDN layer of that module
+calls it by its global name. `patch` puts `gdn_ops.chunk_gated_delta_rule` in that place and `unpatch` puts the original
+back. Nothing else is touched: the layers' own code (projections, convolution, split, gates, norms), the cached one-token
+decode and the parameters stay as they are, so a checkpoint loads as before.
+
+    from gdn_ops.integrations import transformers as gdn_transformers
+    gdn_transformers.patch(model)          # or patch() for every supported model class
+
+Works with transformers 5.17 and later. Call it before `torch.compile`d code first runs; code compiled earlier is compiled
+again at its next call, since Dynamo guards the global.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from gdn_ops.functional import chunk_gated_delta_rule
+
+__all__ = ["SUPPORTED", "patch", "unpatch"]
+
+FUNCTION = "torch_chunk_gated_delta_rule"
+SUPPORTED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Model families that `patch()` without an argument covers. Other modules that follow the same convention (a global
+`torch_chunk_gated_delta_rule` that their layers call) can be passed to `patch` by hand."""
+
+_ORIGINAL = "gdn_ops_original"
+
+
+def patch(target: nn.Module | ModuleType | None = None) -> list[str]:
+    """Make transformers' GDN layers call `gdn_ops.chunk_gated_delta_rule`.
+
+    Args:
+        target: a model (the modelling modules of all its layers are patched), a modelling module, or None for every
+            family in `SUPPORTED` that this transformers has. The patch is of the modelling module: other models of the same
+            class in this process use it too.
+    Returns:
+        The names of the patched modelling modules (those already patched included).
+    Raises:
+        ValueError: `target` has no GDN layer of transformers' kind.
+        TypeError: `target` is neither a model nor a module.
+    """
+    modules = _modelling_modules(target)
+    for module in modules:
+        function = getattr(module, FUNCTION)
+        if not hasattr(function, _ORIGINAL):
+            setattr(module, FUNCTION, _replacement(function))
+    return [module.__name__ for module in modules]
+
+
+def unpatch(target: nn.Module | ModuleType | None = None) -> list[str]:
+    """Undo `patch`: put transformers' own function back.
+
+    Args:
+        target: as in `patch`; None undoes it in every modelling module that was patched.
+    Returns:
+        The names of the modelling modules that were patched.
+    """
+    modules = _patched_modules() if target is None else _modelling_modules(target)
+    restored = []
+    for module in modules:
+        original = getattr(getattr(module, FUNCTION), _ORIGINAL, None)
+        if original is not None:
+            setattr(module, FUNCTION, original)
+            restored.append(module.__name__)
+    return restored
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A function with transformers' arguments that calls ours, and remembers what it stands for."""
+    # Without the causal_conv1d package transformers' own convolution ahead of the GDN call mixes neighbouring documents.
+    keeps_documents_apart = importlib.util.find_spec("causal_conv1d") is not None
+
+    @functools.wraps(original)
+    def replaced(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # `chunk_size` only shapes the computation; `unused` holds the model call's other keywords (attention options and
+        # the like), which transformers hands to every layer and its own function drops too.
+        if cu_seqlens is not None and not keeps_documents_apart:
+            raise ValueError(
+                "cu_seq_lens_q: transformers' torch convolution mixes packed documents; install the causal_conv1d package "
+                "(and pass seq_idx) to train on packed sequences, or pass one document a row"
+            )
+        return chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=None if initial_state is None else initial_state.to(torch.float32),
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+        )
+
+    setattr(replaced, _ORIGINAL, original)
+    return replaced
+
+
+def _modelling_modules(target: nn.Module | ModuleType | None) -> list[ModuleType]:
+    """The modules that define the function for `target`, in a fixed order."""
+    if target is None:
+        names = (f"transformers.models.{family}.modeling_{family}" for family in SUPPORTED)
+        found = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
+        # A family without the function is a transformers this project does not know: say it, never skip it silently.
+        missing = [module.__name__ for module in found if not hasattr(module, FUNCTION)]
+        if missing or not found:
+            raise ValueError(
+                f"transformers {transformers.__version__} has no {FUNCTION} in {', '.join(missing) or SUPPORTED}; "
+                "this integration is written for transformers 5.17 and later"
+            )
+        return found
+    if isinstance(target, nn.Module):
+        names_of_layers: Iterable[str] = dict.fromkeys(type(layer).__module__ for layer in target.modules())
+        found = [sys.modules[name] for name in names_of_layers if hasattr(sys.modules.get(name), FUNCTION)]
+        if not found:
+            raise ValueError(
+                f"target: {type(target).__name__} has no layer from a module with a {FUNCTION} function "
+                "(expected a Gated DeltaNet model of transformers, such as Qwen3_5ForCausalLM)"
+            )
+        return found
+    if isinstance(target, ModuleType):
+        if not hasattr(target, FUNCTION):
+            raise ValueError(f"target: module {target.__name__} has no {FUNCTION} function")
+        return [target]
+    raise TypeError(f"target: expected a model, a modelling module or None, got {type(target).__name__}")
+
+
+def _patched_modules() -> list[ModuleType]:
+    return [
+        module
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and hasattr(module.__dict__.get(FUNCTION), _ORIGINAL)
+    ]
