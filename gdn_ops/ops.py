@@ -102,11 +102,17 @@ def _ready(inputs: Inputs) -> Inputs:
     def dense(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.contiguous()
 
+    q, k, v = (_dense_last(x, "input_copies") for x in inputs[:3])
     return Inputs(
-        *(_dense_last(x, "input_copies") for x in inputs[:3]),
+        q,
+        k,
+        v,
         inputs.g.contiguous(),
         inputs.beta.contiguous(),
-        *(dense(x) for x in inputs[5:]),
+        dense(inputs.initial_state),
+        dense(inputs.cu_seqlens),
+        dense(inputs.A_log),
+        dense(inputs.dt_bias),
     )
 
 

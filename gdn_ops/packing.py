@@ -82,15 +82,15 @@ class _PackedQKVViews(torch.autograd.Function):
         return row, None, None, None
 
 
-def _source(x: Tensor) -> Any:
+def _source(x: Tensor | None) -> Any:
     """The packed-views node that made `x`, seen through the batch axis that the public function adds; else None."""
-    node = x.grad_fn
+    node = None if x is None else x.grad_fn
     if node is not None and node.name() == "UnsqueezeBackward0":
         node = node.next_functions[0][0]
     return node if isinstance(node, _PackedQKVViews._backward_cls) else None  # type: ignore[attr-defined]
 
 
-def come_from_one_row(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def come_from_one_row(q: Tensor | None, k: Tensor | None, v: Tensor | None) -> bool:
     """Whether q, k, v are, in this order, the three views of one `packed_qkv_views` call.
 
     Autograd calls a hook on each of them either way; only where their gradients are written depends on it.
@@ -98,6 +98,9 @@ def come_from_one_row(q: Tensor, k: Tensor, v: Tensor) -> bool:
     node = _source(q)
     if node is None or _source(k) is not node or _source(v) is not node:
         return False
+    assert q is not None
+    assert k is not None
+    assert v is not None
     width = q.shape[2] * q.shape[3]
     start = q.storage_offset()
     return k.storage_offset() == start + width * q.stride(3) and v.storage_offset() == start + 2 * width * q.stride(3)

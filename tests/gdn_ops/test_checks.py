@@ -1,0 +1,102 @@
+"""Every wrong argument is answered by an error that names it, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+
+import gdn_ops
+
+B, T, HK, HV, D = 2, 5, 2, 4, 16
+
+
+def arguments(**changes):
+    values = {
+        "q": torch.randn(B, T, HK, D),
+        "k": torch.randn(B, T, HK, D),
+        "v": torch.randn(B, T, HV, D),
+        "g": -torch.rand(B, T, HV),
+        "beta": torch.rand(B, T, HV),
+    }
+    values.update(changes)
+    return values
+
+
+BAD = [
+    ({"q": [1.0]}, TypeError, "q: expected a torch.Tensor, got list"),
+    ({"q": torch.randn(5, D)}, ValueError, "q: expected [B, T, HK, K] or [T, HK, K], got shape [5, 16]"),
+    ({"q": torch.ones(B, T, HK, D, dtype=torch.int32)}, TypeError, "q: expected dtype bfloat16"),
+    ({"k": torch.randn(B, T, HK, D).half()}, TypeError, "k: expected dtype torch.float32 (that of q)"),
+    ({"v": torch.randn(T, HV, D)}, ValueError, "v: expected 4 dimensions as q has"),
+    ({"k": torch.randn(B, T, HK + 1, D)}, ValueError, "k: expected shape [2, 5, 2, 16]"),
+    ({"v": torch.randn(B, HV, T, D)}, ValueError, "v: expected leading sizes [2, 5]"),
+    ({"v": torch.randn(B, T, 3, D)}, ValueError, "v: expected a number of heads that is a multiple of q's 2, got 3"),
+    ({"v": torch.randn(B, T, HV, D, device="meta")}, ValueError, "v: expected device cpu"),
+    ({"g": torch.rand(B, HV, T)}, ValueError, "g: expected shape [2, 5, 4]"),
+    ({"g": torch.ones(B, T, HV, dtype=torch.int64)}, TypeError, "g: expected a floating dtype"),
+    ({"beta": torch.rand(B, T, HK)}, ValueError, "beta: expected shape [2, 5, 4]"),
+    ({"scale": "big"}, TypeError, "scale: expected a float or None, got str"),
+    ({"scale": True}, TypeError, "scale: expected a float or None, got bool"),
+    ({"initial_state": torch.zeros(1, HV, D, D)}, ValueError, "initial_state: expected shape [2, 4, 16, 16]"),
+    ({"initial_state": torch.zeros(B, HV, D, D).bfloat16()}, TypeError, "initial_state: expected dtype torch.float32"),
+    ({"output_final_state": 1}, TypeError, "output_final_state: expected a bool, got int"),
+    ({"deterministic": None}, TypeError, "deterministic: expected a bool, got NoneType"),
+    ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval: doubles the sigmoid"),
+    ({"use_gate_in_kernel": True}, ValueError, "A_log: expected a tensor [HV] with use_gate_in_kernel=True"),
+    ({"A_log": torch.zeros(HV)}, ValueError, "A_log: only used with use_gate_in_kernel=True"),
+    ({"use_gate_in_kernel": True, "A_log": torch.zeros(HK)}, ValueError, "A_log: expected shape [4]"),
+    (
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(HV), "dt_bias": torch.ones(HV, dtype=torch.int32)},
+        TypeError,
+        "dt_bias: expected a floating dtype",
+    ),
+    ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
+    ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens: expected dtype int32 or int64"),
+    ({"cu_seqlens": torch.zeros(1, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: expected shape [N + 1]"),
+    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens: documents are packed along T, so B must be 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_argument_is_named(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        gdn_ops.chunk_gated_delta_rule(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([1, 5], "expected to start at 0, got 1"),
+        ([0, 4, 3], "expected never to decrease, got 4 then 3 at index 2"),
+        ([0, 6], "expected to end at or before T = 5, got 6"),
+    ],
+)
+def test_document_boundaries_are_checked_by_value_on_a_cpu(bounds, message):
+    one = {name: x[:1] for name, x in arguments().items()}
+    with pytest.raises(ValueError, match=f"cu_seqlens: {message}"):
+        gdn_ops.chunk_gated_delta_rule(**one, cu_seqlens=torch.tensor(bounds))
+
+
+def test_unknown_keyword_is_a_type_error():
+    with pytest.raises(TypeError, match="use_qk_l2norm_in_kernal"):
+        gdn_ops.chunk_gated_delta_rule(**arguments(), use_qk_l2norm_in_kernal=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "heads", "error", "message"),
+    [
+        (torch.randn(T, 128), (2, 4, 32), ValueError, "row: expected a last axis of 256 = (2 * 2 + 4) * 32"),
+        (torch.randn(128), (2, 4, 16), ValueError, "row: expected [B, T, W] or [T, W], got shape [128]"),
+        (torch.randn(T, 112), (2, 3, 16), ValueError, "num_v_heads: expected a multiple of num_qk_heads = 2, got 3"),
+        (torch.randn(T, 128), (2.0, 4, 16), TypeError, "num_qk_heads: expected an int, got float"),
+        (torch.randn(T, 128), (2, 4, 0), ValueError, "head_dim: expected at least 1, got 0"),
+        (torch.ones(T, 128, dtype=torch.uint8), (2, 4, 16), TypeError, "row: expected dtype bfloat16"),
+    ],
+)
+def test_bad_row_is_named(row, heads, error, message):
+    names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), heads, strict=True))
+    with pytest.raises(error, match=re.escape(message)):
+        gdn_ops.packed_qkv_views(row, **names)
+    gates = torch.rand(T, 4)
+    with pytest.raises(error, match=re.escape(message)):
+        gdn_ops.chunk_gated_delta_rule_packed(row, gates, gates, **names)
