@@ -1,5 +1,7 @@
 """Packed rows: q, k and v as views of one [q heads | k heads | v heads] row whose gradient is one row again."""
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from gdn_ops import counters
 from gdn_ops.checks import check_row
-from gdn_ops.shapes import packed_layouts, packed_width
+from gdn_ops.shapes import L2NORM_EPS, packed_layouts, packed_width
+from gdn_ops.version import __version__
+from inductor_passes import registry
 
 
 def split_row(row: Tensor, num_qk_heads: int, num_v_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,3 +139,31 @@ def packed_qkv_views(
         return split_row(row, num_qk_heads, num_v_heads, head_dim)
     q, k, v = _PackedQKVViews.apply(row, num_qk_heads, num_v_heads, head_dim)
     return q, k, v
+
+
+def _fingerprint() -> str:
+    """Version and sources of what the compile caches cannot see: fakes, layouts and autograd formulas.
+
+    A cached graph holds the formula that was traced; PyTorch's cache key holds the op's name only.
+    """
+    here = Path(__file__).parent
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted((*here.glob("*.py"), *here.glob("context_parallel/*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+registry.register(
+    registry.PackedVariant(
+        fwd="gdn::chunk_fwd",
+        bwd="gdn::chunk_bwd",
+        bwd_row="gdn::chunk_bwd_row",
+        bwd_row_="gdn::chunk_bwd_row_",
+        grouped_operands=("q", "k"),
+        norm_switch="use_qk_l2norm",
+        norm_operands=("q", "k"),
+        norm_eps=L2NORM_EPS,
+        package="gdn_ops",
+        fingerprint=_fingerprint,
+    )
+)

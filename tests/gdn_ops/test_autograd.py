@@ -1,0 +1,192 @@
+"""Gradients reach any subset of inputs, whatever carries the loss; derivatives that are not there are refused."""
+
+import itertools
+
+import pytest
+import torch
+
+import gdn_ops
+from gdn_ops import settings
+
+B, T, HK, HV, K, V = 2, 21, 2, 4, 6, 5
+NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+
+def problem(dtype=torch.float64, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "q": (randn(B, T, HK, K) * 0.5).to(dtype),
+        "k": (randn(B, T, HK, K) * 0.5).to(dtype),
+        "v": randn(B, T, HV, V).to(dtype),
+        "g": randn(B, T, HV),
+        "beta": randn(B, T, HV),
+        "initial_state": randn(B, HV, K, V).to(state_dtype),
+        "A_log": randn(HV),
+        "dt_bias": randn(HV),
+    }
+
+
+OPTIONS = {
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "output_final_state": True,
+}
+
+
+def gradients(needed, loss="both", dtype=torch.float64, seed=0):
+    tensors = problem(dtype, seed)
+    for name in needed:
+        tensors[name].requires_grad_()
+    o, state = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+    gen = torch.Generator().manual_seed(5)
+    parts = []
+    if loss in ("both", "output"):
+        parts.append((o * torch.randn(o.shape, generator=gen).to(o.dtype)).sum())
+    if loss in ("both", "state"):
+        parts.append((state * torch.randn(state.shape, generator=gen).to(state.dtype)).sum())
+    sum(parts).backward()
+    return {name: x.grad for name, x in tensors.items()}
+
+
+def test_gradcheck_of_the_whole_contract():
+    tensors = problem()
+    names = list(tensors)
+    inputs = [x.requires_grad_() for x in tensors.values()]
+
+    def run(*values):
+        return gdn_ops.chunk_gated_delta_rule(**dict(zip(names, values, strict=True)), **OPTIONS)
+
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("needed", [(name,) for name in NAMES] + list(itertools.combinations(NAMES, 7))[:3])
+def test_any_subset_of_inputs_may_require_grad(needed):
+    everything = gradients(NAMES)
+    some = gradients(needed)
+    for name in NAMES:
+        if name in needed:
+            assert torch.equal(some[name], everything[name]), name
+        else:
+            assert some[name] is None, name
+
+
+def test_the_loss_may_sit_in_the_output_the_state_or_both():
+    both, output, state = (gradients(NAMES, loss) for loss in ("both", "output", "state"))
+    for name in NAMES:
+        torch.testing.assert_close(output[name] + (0 if state[name] is None else state[name]), both[name])
+    assert not state["q"].any()  # the final state does not read q
+    assert state["v"].any()
+
+
+def test_nothing_in_the_loss_gives_no_gradient():
+    tensors = problem()
+    tensors["q"].requires_grad_()
+    o, _ = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+    (grad,) = torch.autograd.grad(tensors["q"].sum() + 0 * o.detach().sum(), tensors["q"])
+    assert torch.equal(grad, torch.ones_like(grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_have_their_input_s_dtype(dtype):
+    tensors = problem(dtype)
+    tensors["g"], tensors["beta"] = tensors["g"].to(dtype), tensors["beta"].float()
+    for x in tensors.values():
+        x.requires_grad_()
+    o, state = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+    assert (o.dtype, state.dtype) == (dtype, torch.float32)
+    (o.float().sum() + state.sum()).backward()
+    for name, x in tensors.items():
+        assert x.grad.dtype == x.dtype, name
+        assert x.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_saved_never_changes_a_bit(dtype):
+    found = []
+    for save in ("inputs", "solve", "states"):
+        with settings.configure(save=save):
+            found.append(gradients(NAMES, dtype=dtype))
+    for other in found[1:]:
+        for name in NAMES:
+            assert torch.equal(found[0][name], other[name]), name
+
+
+def test_saved_bytes_follow_the_setting():
+    kept = {}
+    for save in ("inputs", "solve", "states"):
+        tensors = problem(torch.float32)
+        tensors["q"].requires_grad_()
+        seen = []
+        with (
+            settings.configure(save=save),
+            torch.autograd.graph.saved_tensors_hooks(lambda x, seen=seen: seen.append(x) or x, lambda x: x),
+        ):
+            gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+        own = {x.untyped_storage()._cdata for x in tensors.values()}
+        kept[save] = sum(x.numel() * x.element_size() for x in seen if x.untyped_storage()._cdata not in own)
+    assert kept["inputs"] == 0
+    assert 0 < kept["solve"] < kept["states"]
+
+
+def test_no_gradient_keeps_nothing():
+    tensors = problem(torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("saved a tensor"), lambda x: x):
+        o, state = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+    assert o.grad_fn is None
+    assert state.grad_fn is None
+
+
+def test_double_backward_is_refused():
+    tensors = problem()
+    q = tensors["q"].requires_grad_()
+    o, _ = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
+    (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|twice"):
+        grad.sum().backward()
+    row = torch.randn(1, T, (2 * HK + HV) * K, requires_grad=True)
+    gates = torch.rand(1, T, HV)
+    o, _ = gdn_ops.chunk_gated_delta_rule_packed(row, -gates, gates, num_qk_heads=HK, num_v_heads=HV, head_dim=K)
+    (grad,) = torch.autograd.grad(o.square().sum(), row, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|twice"):
+        grad.sum().backward()
+
+
+def test_a_backward_op_called_with_inputs_that_require_grad_is_refused():
+    tensors = problem(torch.float32)
+    values = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    out = torch.ops.gdn.chunk_fwd(*values, scale=1.0)
+    do = torch.ones_like(out[0]).requires_grad_()
+    with pytest.raises(RuntimeError, match="gdn::chunk_bwd is a backward"):
+        torch.ops.gdn.chunk_bwd(do, None, *values, *out[2:], scale=1.0)
+
+
+def test_forward_mode_is_refused():
+    tensors = problem()
+
+    def run(q):
+        return gdn_ops.chunk_gated_delta_rule(**{**tensors, "q": q}, **OPTIONS)[0]
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            run(dual)
+    # torch.func transforms say no one way or another; none may return a number.
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(run, (tensors["q"],), (torch.ones_like(tensors["q"]),))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.grad(lambda q: run(q).sum())(tensors["q"])
+
+
+def test_unused_outputs_of_the_op_are_not_differentiable():
+    tensors = problem(torch.float32)
+    q = tensors["q"].requires_grad_()
+    values = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    out = torch.ops.gdn.chunk_fwd(*values, scale=1.0, output_final_state=True, save="states")
+    assert q.requires_grad
+    assert [x.requires_grad for x in out] == [True, True] + [False] * 6

@@ -1,0 +1,197 @@
+"""One contract: however q, k, v come, the bits are the same.
+
+Plain views, packed views, the packed function and contiguous tensors; eager and compiled; directly and under every kind
+of activation checkpointing.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import gdn_ops
+import inductor_passes
+
+HK, HV, D = 2, 4, 16
+W = (2 * HK + HV) * D
+HEADS = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
+FORMS = ("plain", "packed_views", "packed", "contiguous")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def problem(dtype, varlen, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen)
+
+    B, T = (1, 150) if varlen else (2, 75)
+    N = 4 if varlen else B
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {
+        "row": (randn(B, T, W) * 0.5).to(dtype),
+        "g": randn(B, T, HV) + 1,
+        "beta": randn(B, T, HV),
+        "initial_state": randn(N, HV, D, D).to(state_dtype),
+        "A_log": randn(HV),
+        "dt_bias": randn(HV),
+    }
+    cu_seqlens = torch.tensor([0, 66, 66, 67, T - 4]) if varlen else None
+    return tensors, cu_seqlens
+
+
+def call(form, norm, cu_seqlens, row, g, beta, initial_state, A_log, dt_bias):
+    """The op on a row, spelled in one of four ways."""
+    options = {
+        "initial_state": initial_state,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": norm,
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": norm,
+        "cu_seqlens": cu_seqlens,
+        "use_gate_in_kernel": True,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+    if form == "packed":
+        return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **HEADS, **options)
+    if form == "packed_views":
+        q, k, v = gdn_ops.packed_qkv_views(row, **HEADS)
+    else:
+        q, k, v = row.split([HK * D, HK * D, HV * D], dim=-1)
+        q, k, v = q.unflatten(-1, (HK, D)), k.unflatten(-1, (HK, D)), v.unflatten(-1, (HV, D))
+        if form == "contiguous":
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+
+
+def results(run, tensors):
+    """Outputs and every gradient of a run, by name."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    o, state = run(**leaves)
+    gen = torch.Generator().manual_seed(9)
+    do, dstate = (torch.randn(x.shape, generator=gen).to(x.dtype) for x in (o, state))
+    torch.autograd.backward([o, state], [do, dstate])
+    return {"o": o.detach(), "state": state.detach(), **{f"d{name}": x.grad for name, x in leaves.items()}}
+
+
+def assert_same_bits(found, expected):
+    for name, x in expected.items():
+        assert x.isfinite().all(), name
+        assert torch.equal(found[name], x), name
+
+
+def checkpointed(kind, run):
+    """`run` under activation checkpointing."""
+    if kind == "reentrant":
+        return lambda **leaves: checkpoint(
+            lambda *xs: run(**dict(zip(leaves, xs, strict=True))), *leaves.values(), use_reentrant=True
+        )
+    if kind == "selective":
+
+        def policy(ctx, op, *args, **kwargs):
+            kept = (torch.ops.gdn.chunk_fwd.default, torch.ops.gdn.chunk_packed_fwd.default)
+            return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return lambda **leaves: checkpoint(run, use_reentrant=False, context_fn=contexts, **leaves)
+    return lambda **leaves: checkpoint(run, use_reentrant=False, **leaves)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forms_agree_bitwise_in_eager(dtype, norm, varlen):
+    tensors, cu_seqlens = problem(dtype, varlen)
+    expected = results(functools.partial(call, "contiguous", norm, cu_seqlens), tensors)
+    for form in FORMS:
+        run = functools.partial(call, form, norm, cu_seqlens)
+        assert_same_bits(results(run, tensors), expected)
+        for kind in ("reentrant", "non-reentrant", "selective"):
+            assert_same_bits(results(checkpointed(kind, run), tensors), expected)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "norm", "varlen"),
+    [(torch.float32, True, True), (torch.bfloat16, False, False)],
+    ids=["float32-norm-varlen", "bfloat16-dense"],
+)
+def test_forms_agree_bitwise_compiled(form, dtype, norm, varlen, fresh_compiler):
+    tensors, cu_seqlens = problem(dtype, varlen)
+    expected = results(functools.partial(call, "contiguous", norm, cu_seqlens), tensors)
+    run = functools.partial(call, form, norm, cu_seqlens)
+    compiled = torch.compile(lambda **leaves: run(**leaves), fullgraph=True)
+    gdn_ops.reset_stats()
+    assert_same_bits(results(compiled, tensors), expected)
+    # Contiguous copies of the views are taken away by the pass, so every form writes one packed row.
+    assert gdn_ops.stats().packed_gradients == 1
+    assert gdn_ops.stats().input_copies == 0
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "selective"])
+def test_compiled_checkpointing_agrees_bitwise(kind, fresh_compiler):
+    tensors, cu_seqlens = problem(torch.bfloat16, True)
+    expected = results(functools.partial(call, "contiguous", True, cu_seqlens), tensors)
+    run = functools.partial(call, "plain", True, cu_seqlens)
+    compiled = torch.compile(checkpointed(kind, run), fullgraph=True)
+    gdn_ops.reset_stats()
+    assert_same_bits(results(compiled, tensors), expected)
+    assert gdn_ops.stats().packed_gradients == 1
+
+
+def test_compiled_without_the_pass_agrees_bitwise_and_packs_nothing(fresh_compiler):
+    tensors, cu_seqlens = problem(torch.float32, False)
+    expected = results(functools.partial(call, "contiguous", False, cu_seqlens), tensors)
+    with inductor_passes.disabled():
+        compiled = torch.compile(functools.partial(call, "plain", False, cu_seqlens), fullgraph=True)
+        gdn_ops.reset_stats()
+        assert_same_bits(results(compiled, tensors), expected)
+    assert gdn_ops.stats().packed_gradients == 0
+
+
+def test_one_compilation_serves_every_length(fresh_compiler):
+    tensors, _ = problem(torch.float32, False)
+    compiled = torch.compile(functools.partial(call, "plain", True, None), fullgraph=True, dynamic=True)
+    from torch._dynamo.utils import counters
+
+    for T in (75, 64, 13):
+        cut = {name: x[:, :T] if name in ("row", "g", "beta") else x for name, x in tensors.items()}
+        expected = results(functools.partial(call, "contiguous", True, None), cut)
+        assert_same_bits(results(compiled, cut), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_document_alone_equals_the_document_in_a_pack(form, dtype):
+    tensors, cu_seqlens = problem(dtype, True)
+    packed = results(functools.partial(call, form, True, cu_seqlens), tensors)
+    gen = torch.Generator().manual_seed(9)
+    do = torch.randn(packed["o"].shape, generator=gen).to(packed["o"].dtype)
+    dstate = torch.randn(packed["state"].shape, generator=gen).to(packed["state"].dtype)
+    bounds = cu_seqlens.tolist()
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        alone = {
+            name: x[:, start:end] if name in ("row", "g", "beta") else x[n : n + 1] if name == "initial_state" else x
+            for name, x in tensors.items()
+        }
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in alone.items()}
+        o, state = call(form, True, None, **leaves)
+        torch.autograd.backward([o, state], [do[:, start:end], dstate[n : n + 1]])
+        assert torch.equal(o, packed["o"][:, start:end])
+        assert torch.equal(state, packed["state"][n : n + 1])
+        for name in ("row", "g", "beta"):
+            assert torch.equal(leaves[name].grad, packed[f"d{name}"][:, start:end]), (name, n)
+        assert torch.equal(leaves["initial_state"].grad, packed["dinitial_state"][n : n + 1])
+    for name in ("o", "drow", "dg", "dbeta"):
+        assert not packed[name][:, bounds[-1] :].any(), name
