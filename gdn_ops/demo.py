@@ -65,11 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gdn_ops.demo", description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=_positive, default=60, help="training steps (default 60)")
-    parser.add_argument("--compare", type=_positive, default=4, help="steps also taken by the unpatched model (default 4)")
+    parser.add_argument(
+        "--compare", type=_positive, default=4, help="steps also taken by the unpatched model (default 4)"
+    )
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=_positive, help="sequences in a batch")
     parser.add_argument("--tokens", type=_positive, help="tokens in a sequence")
-    parser.add_argument("--repeats", type=_positive, default=10, help="timed steps with the pass on and off (default 10)")
+    parser.add_argument(
+        "--repeats", type=_positive, default=10, help="timed steps with the pass on and off (default 10)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the loss (.png, .svg or .pdf)")
     return parser.parse_args(arguments)
@@ -169,7 +173,9 @@ def _patched(
         failures.append(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     for failure in failures:
         print(f"FAILED: {failure}")
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/byte in {len(losses)} steps; {time.perf_counter() - started:.0f} s in all")
+    print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/byte in {len(losses)} steps; {time.perf_counter() - started:.0f} s in all"
+    )
     return 1 if failures else 0
 
 
@@ -229,9 +235,7 @@ def standard_library_text(max_bytes: int = 8_000_000) -> bytes:
     return bytes(text[:max_bytes])
 
 
-def _batches(
-    text: bytes, batch: int, tokens: int, seed: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(text: bytes, batch: int, tokens: int, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Random windows of the text and the bytes that follow each of theirs."""
     if len(text) <= tokens + 1:
         raise ValueError(f"tokens: expected fewer than the {len(text)} bytes of text, got {tokens}")
@@ -323,7 +327,9 @@ def _comparison(unpatched: list[float], patched: list[float]) -> str:
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in [header, tuple("-" * w for w in widths), *rows]
     ]
     return "\n".join(line.rstrip() for line in lines)
