@@ -13,7 +13,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
         # cuBLAS is deterministic only with a fixed workspace; it reads this when it first starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     text = standard_library_text()
     batches = _batches(text, batch, tokens, options.seed, device)
     data = [next(batches) for _ in range(options.steps)]
@@ -173,9 +173,8 @@ def _patched(
         failures.append(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
     for failure in failures:
         print(f"FAILED: {failure}")
-    print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/byte in {len(losses)} steps; {time.perf_counter() - started:.0f} s in all"
-    )
+    seconds = time.perf_counter() - started
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/byte in {len(losses)} steps; {seconds:.0f} s in all")
     return 1 if failures else 0
 
 
@@ -324,15 +323,13 @@ def _comparison(unpatched: list[float], patched: list[float]) -> str:
     return "\n" + _table(("step", "loss, unpatched", "loss, patched", "difference"), rows) + "\n"
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [header, tuple("-" * w for w in widths), *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for line in [header, tuple("-" * width for width in widths), *rows]:
+        first, *rest = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append("  ".join([first, *(cell.strip().rjust(len(cell)) for cell in rest)]).rstrip())
+    return "\n".join(lines)
 
 
 def _draw(path: Path, losses: list[float], unpatched: list[float]) -> None:

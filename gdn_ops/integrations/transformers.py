@@ -2,14 +2,14 @@
 
 transformers keeps one function per modelling module, `torch_chunk_gated_delta_rule`, and every GDN layer of that module
 calls it by its global name. `patch` puts `gdn_ops.chunk_gated_delta_rule` in that place and `unpatch` puts the original
-back. Nothing else is touched: the layers' own code (projections, convolution, split, gates, norms), the cached one-token
-decode and the parameters stay as they are, so a checkpoint loads as before.
+back. Nothing else is touched: the layers' own code (projections, convolution, split, gates, norms), the cached
+one-token decode and the parameters stay as they are, so a checkpoint loads as before.
 
     from gdn_ops.integrations import transformers as gdn_transformers
     gdn_transformers.patch(model)          # or patch() for every supported model class
 
-Works with transformers 5.17 and later. Call it before `torch.compile`d code first runs; code compiled earlier is compiled
-again at its next call, since Dynamo guards the global.
+Works with transformers 5.17 and later. Call it before `torch.compile`d code first runs; code compiled earlier is
+compiled again at its next call, since Dynamo guards the global.
 """
 
 import functools
@@ -41,8 +41,8 @@ def patch(target: nn.Module | ModuleType | None = None) -> list[str]:
 
     Args:
         target: a model (the modelling modules of all its layers are patched), a modelling module, or None for every
-            family in `SUPPORTED` that this transformers has. The patch is of the modelling module: other models of the same
-            class in this process use it too.
+            family in `SUPPORTED` that this transformers has. What is patched is the modelling module: other models of
+            the same class in this process use it too.
     Returns:
         The names of the patched modelling modules (those already patched included).
     Raises:
@@ -77,7 +77,7 @@ def unpatch(target: nn.Module | ModuleType | None = None) -> list[str]:
 
 def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A function with transformers' arguments that calls ours, and remembers what it stands for."""
-    # Without the causal_conv1d package transformers' own convolution ahead of the GDN call mixes neighbouring documents.
+    # Without the causal_conv1d package transformers' own convolution ahead of the call mixes neighbouring documents.
     keeps_documents_apart = importlib.util.find_spec("causal_conv1d") is not None
 
     @functools.wraps(original)
@@ -94,12 +94,12 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
         cu_seqlens: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # `chunk_size` only shapes the computation; `unused` holds the model call's other keywords (attention options and
-        # the like), which transformers hands to every layer and its own function drops too.
+        # `chunk_size` only shapes the computation; `unused` holds the model call's other keywords (attention options
+        # and the like), which transformers hands to every layer and its own function drops too.
         if cu_seqlens is not None and not keeps_documents_apart:
             raise ValueError(
-                "cu_seq_lens_q: transformers' torch convolution mixes packed documents; install the causal_conv1d package "
-                "(and pass seq_idx) to train on packed sequences, or pass one document a row"
+                "cu_seq_lens_q: transformers' torch convolution mixes packed documents; install the causal_conv1d "
+                "package (and pass seq_idx) to train on packed sequences, or pass one document a row"
             )
         return chunk_gated_delta_rule(
             query,
