@@ -1,0 +1,147 @@
+"""Making nodes: every new node carries a fake value and the tags of the node that it stands in for."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from inductor_passes.sizes import Size, same, shape_of, size
+
+aten = torch.ops.aten
+
+# These describe the old node's value or its origin in the traced program, not the place in the program.
+_OWN_META = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "original_aten", "from_node"})
+
+
+def call(graph: Graph, like: Node, target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Node:
+    """Insert a call at the graph's insertion point.
+
+    It takes over `like`'s metadata (stack trace, the partitioner's and the recompute tags), and gets the fake value of
+    its own outputs.
+    """
+    node = graph.call_function(target, tuple(args), kwargs or {})
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OWN_META}
+    update_value(node, keep_inputs="eager_input_vals" in like.meta)
+    return node
+
+
+def update_value(node: Node, keep_inputs: bool | None = None) -> None:
+    """Run the node on the fake values of its inputs and keep the result as its value.
+
+    keep_inputs: also keep the inputs, whose strides Inductor then holds for ops that ask for exact strides.
+    """
+    args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (tuple(node.args), dict(node.kwargs)))
+    if node.target is operator.getitem:
+        node.meta["val"] = args[0][args[1]]
+        return
+    modes = [x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+    if modes:
+        with modes[0]:
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    else:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    if keep_inputs if keep_inputs is not None else "eager_input_vals" in node.meta:
+        node.meta["eager_input_vals"] = (args, kwargs)
+
+
+def output(graph: Graph, like: Node, source: Node, index: int) -> Node:
+    """One output of a call that returns several."""
+    node = graph.call_function(operator.getitem, (source, index))
+    node.meta = {key: value for key, value in like.meta.items() if key not in _OWN_META}
+    update_value(node)
+    return node
+
+
+def outputs_of(node: Node) -> dict[int, Node]:
+    """The nodes that take one output each of a call, by index (the first, should there be several)."""
+    found: dict[int, Node] = {}
+    for user in node.users:
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            found.setdefault(user.args[1], user)
+    return found
+
+
+class Extents:
+    """Sizes as arguments of new nodes: ints where static, else nodes that compute them (made once each)."""
+
+    def __init__(self, graph: Graph, like: Node, source: Node) -> None:
+        self._graph, self._like, self._source = graph, like, source
+        self._made: list[tuple[Size, Node]] = []
+
+    def of(self, dim: int) -> int | Node:
+        """The size of dimension `dim` of the source."""
+        value = self._source.meta["val"].shape[dim]
+        if not isinstance(value, torch.SymInt):
+            return int(value)
+        return self._remember(
+            size(value), lambda: call(self._graph, self._like, aten.sym_size.int, (self._source, dim))
+        )
+
+    def times(self, a: int | Node, b: int) -> int | Node:
+        """a * b."""
+        if isinstance(a, int):
+            return a * b
+        value = size(a.meta["val"] * b)
+        return self._remember(value, lambda: call(self._graph, self._like, operator.mul, (a, b)))
+
+    def shape(self, wanted: Sequence[Size]) -> list[int | Node]:
+        """A view's shape argument for these sizes, of which one at most may be unknown here."""
+        result: list[int | Node] = []
+        unknown = 0
+        for extent in wanted:
+            known = extent if isinstance(extent, int) else self._known(extent)
+            if known is None:
+                unknown += 1
+                known = -1
+            result.append(known)
+        assert unknown <= 1, wanted
+        return result
+
+    def _known(self, extent: Size) -> Node | None:
+        return next((node for value, node in self._made if same(value, extent)), None)
+
+    def _remember(self, value: Size, make: Any) -> Node:
+        known = self._known(value)
+        if known is None:
+            known = make()
+            self._made.append((value, known))
+        return known
+
+
+def restore_order(graph: Graph) -> int:
+    """Move every node that stands before one of its inputs to right behind the last of them; returns how many moved.
+
+    Nodes that stand right are not touched, so the order of the program is kept wherever it can be.
+    """
+    placed: set[Node] = set()
+    waiting: dict[Node, list[Node]] = {}
+    moved = 0
+    for node in list(graph.nodes):
+        missing = next((source for source in node.all_input_nodes if source not in placed), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(node)
+            continue
+        placed.add(node)
+        last, ready = node, waiting.pop(node, [])
+        while ready:
+            late = ready.pop(0)
+            missing = next((source for source in late.all_input_nodes if source not in placed), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(late)
+                continue
+            last.append(late)
+            placed.add(late)
+            last, moved = late, moved + 1
+            ready += waiting.pop(late, [])
+    assert not waiting, "the graph has a cycle"
+    return moved
+
+
+def same_sizes(a: Node, b: Sequence[Size]) -> bool:
+    """The node's tensor has exactly these sizes."""
+    shape = shape_of(a)
+    return len(shape) == len(b) and all(same(x, y) for x, y in zip(shape, b, strict=True))

@@ -1,0 +1,136 @@
+"""One graph through all passes, in order, with one sort and one dead-code elimination at the end."""
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from inductor_passes import registry, settings
+from inductor_passes.edits import outputs_of, restore_order
+from inductor_passes.packed_views import Left, RowPlan, conflicts, find_packed_row, replace_packed_row
+from inductor_passes.registry import PackedVariant
+from inductor_passes.report import CallReport, Report, UnpackedCallError, location, saved_bytes
+from inductor_passes.settings import Settings
+
+log = logging.getLogger("inductor_passes")
+
+counters: Counter[str] = Counter()
+"""What the passes did since the process started: graphs, packed, left, grouped_heads, copies_removed, seconds * 1e6."""
+
+
+@dataclass
+class CallSite:
+    """A registered forward call (None in a backward-only graph) and the backward calls that belong to it."""
+
+    variant: PackedVariant
+    fwd: Node | None
+    bwds: list[Node]
+
+
+def find_calls(graph: Graph) -> list[CallSite]:
+    """Every registered call of the graph, in order. Looks only."""
+    by_fwd = {variant.ops.fwd: variant for variant in registry.variants()}
+    by_bwd = {variant.ops.bwd: variant for variant in by_fwd.values()}
+    sites: dict[Node, CallSite] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in by_fwd:
+            sites[node] = CallSite(by_fwd[node.target], node, [])
+        elif node.target in by_bwd:
+            # What the forward saved leads back to it, whatever became of its operands.
+            fwd = next((s.args[0] for s in node.all_input_nodes if s.args and s.args[0] in sites), None)
+            site = (
+                sites[fwd] if isinstance(fwd, Node) else sites.setdefault(node, CallSite(by_bwd[node.target], None, []))
+            )
+            site.bwds.append(node)
+    return list(sites.values())
+
+
+def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
+    """Run the passes on a joint, forward or backward graph, in place, and say what became of every registered call.
+
+    A plain function of the graph: use it in any compiler that gives you an aten graph with fake values in `meta["val"]`,
+    for instance in the partition function of an AOTAutograd backend. The caller recompiles the graph module.
+
+    Raises UnpackedCallError in strict mode.
+    """
+    options = settings.current() if options is None else options
+    sites = find_calls(graph)
+    if not sites:
+        return Report()
+    started = time.perf_counter()
+    if not options.enabled:
+        return Report(tuple(_plain_report(site, "disabled") for site in sites))
+    plans, left = _pack_rows(graph, sites)
+    report = Report(tuple(line for site in sites for line in _reports(site, plans, left)))
+    if plans:
+        restore_order(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+    counters["graphs"] += 1
+    counters["packed"] += report.packed
+    counters["left"] += len(report) - report.packed
+    counters["microseconds"] += round(1e6 * (time.perf_counter() - started))
+    if options.strict:
+        _insist(report)
+    return report
+
+
+def _pack_rows(graph: Graph, sites: list[CallSite]) -> tuple[dict[Node, RowPlan], dict[Node, Left]]:
+    """Plan every call on the untouched graph, then edit; calls that share a row are planned again after that."""
+    open_calls = [(site.variant, bwd) for site in sites for bwd in site.bwds]
+    done: dict[Node, RowPlan] = {}
+    left: dict[Node, Left] = {}
+    while open_calls:
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        plans: list[RowPlan] = []
+        for variant, bwd in open_calls:
+            found = find_packed_row(variant, bwd, position)
+            if isinstance(found, Left):
+                left[bwd] = found
+            else:
+                plans.append(found)
+        chosen = conflicts(plans)
+        renamed: dict[Node, Node] = {}
+        for plan in chosen:
+            replace_packed_row(graph, plan, renamed)
+            done[plan.bwd] = plan
+        open_calls = [(plan.variant, plan.bwd) for plan in plans if plan not in chosen]
+        if open_calls:
+            restore_order(graph)
+    return done, left
+
+
+def _plain_report(site: CallSite, reason: str) -> CallReport:
+    node = site.fwd or site.bwds[0]
+    return CallReport(site.variant.fwd, False, reason, location=location(node, site.variant))
+
+
+def _reports(site: CallSite, plans: dict[Node, RowPlan], left: dict[Node, Left]) -> list[CallReport]:
+    if not site.bwds:
+        return [_plain_report(site, "no_backward")]
+    reports = []
+    for bwd in site.bwds:
+        where = location(site.fwd, site.variant) if site.fwd is not None else ""
+        where = where or location(bwd, site.variant)
+        plan = plans.get(bwd)
+        if plan is None:
+            why = left[bwd]
+            reports.append(CallReport(site.variant.fwd, False, why.reason, why.detail, where))
+            continue
+        outputs = outputs_of(bwd)
+        indices = dict(zip(site.variant.operands, site.variant.gradients, strict=True))
+        saved = saved_bytes([outputs[indices[name]] for name in plan.layouts])
+        reason = "packed_partly" if plan.left else "packed"
+        detail = "; ".join(part.detail for part in plan.left)
+        reports.append(CallReport(site.variant.fwd, True, reason, detail, where, saved, tuple(plan.layouts)))
+    return reports
+
+
+def _insist(report: Report) -> None:
+    missing = [c for c in report if not c.packed and c.reason not in ("no_backward", "no_gradient")]
+    if missing:
+        raise UnpackedCallError(f"strict mode: {len(missing)} call(s) not packed\n{Report(tuple(missing))}")
