@@ -45,12 +45,11 @@ def gradients(needed, loss="both", dtype=torch.float64, seed=0):
         tensors[name].requires_grad_()
     o, state = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
     gen = torch.Generator().manual_seed(5)
-    parts = []
-    if loss in ("both", "output"):
-        parts.append((o * torch.randn(o.shape, generator=gen).to(o.dtype)).sum())
-    if loss in ("both", "state"):
-        parts.append((state * torch.randn(state.shape, generator=gen).to(state.dtype)).sum())
-    sum(parts).backward()
+    losses = {
+        name: (x * torch.randn(x.shape, generator=gen).to(x.dtype)).sum()
+        for name, x in (("output", o), ("state", state))
+    }
+    (sum(losses.values()) if loss == "both" else losses[loss]).backward()
     return {name: x.grad for name, x in tensors.items()}
 
 
