@@ -9,6 +9,10 @@ from gdn_ops.functional import (
     packed_qkv_views,
 )
 from gdn_ops.version import __version__
+from inductor_passes import install as _install_passes
+
+# From here on torch.compile rewrites plain split views of a packed row; Inductor itself is not loaded yet.
+_install_passes()
 
 __all__ = [
     "Stats",

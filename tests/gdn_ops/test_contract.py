@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gdn_ops
@@ -116,6 +117,7 @@ def test_forms_agree_bitwise_in_eager(dtype, norm, varlen):
 @pytest.fixture
 def fresh_compiler():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -162,13 +164,11 @@ def test_compiled_without_the_pass_agrees_bitwise_and_packs_nothing(fresh_compil
 def test_one_compilation_serves_every_length(fresh_compiler):
     tensors, _ = problem(torch.float32, False)
     compiled = torch.compile(functools.partial(call, "plain", True, None), fullgraph=True, dynamic=True)
-    from torch._dynamo.utils import counters
-
     for T in (75, 64, 13):
         cut = {name: x[:, :T] if name in ("row", "g", "beta") else x for name, x in tensors.items()}
         expected = results(functools.partial(call, "contiguous", True, None), cut)
         assert_same_bits(results(compiled, cut), expected)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("form", FORMS)

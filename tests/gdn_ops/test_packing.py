@@ -88,7 +88,7 @@ def test_hooks_and_retain_grad_see_the_right_gradients():
     def edit(q, k, v):
         for name, x in (("q", q), ("k", k), ("v", v)):
             x.retain_grad()
-            x.register_hook(lambda grad, name=name: seen.setdefault(name, grad.clone()) and None)
+            x.register_hook(lambda grad, name=name: seen.update({name: grad.clone()}))
         seen["views"] = (q, k, v)
 
     found, counts = gradient(packed, row, g, beta, edit)
