@@ -80,10 +80,10 @@ def test_patched_layer_equals_transformers_own(kind):
         actual = _run(layer, x)
     assert calls.names == ["chunk_fwd", "chunk_bwd"]
     assert actual.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(
-            actual[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    for name, theirs in expected.items():
+        # Both compute in float32; a parameter's gradient sums over tokens: rounding scales with its whole size.
+        error = (actual[name] - theirs).norm() / theirs.norm()
+        assert error < 1e-3, f"{name}: relative error {error:.1e}"
 
 
 def test_unpatch_puts_the_same_function_back():
