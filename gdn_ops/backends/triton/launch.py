@@ -1,0 +1,41 @@
+"""How kernels are launched, and the launch configurations' type.
+
+The configurations themselves are data at the top of each stage's file. There is no timing autotuner: equal inputs take
+the same code on every rank and in every run, and the first call may already be captured in a CUDA graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Config(NamedTuple):
+    """Numbers of one kernel launch: warps a program, depth of the load pipeline, width of the value block."""
+
+    num_warps: int
+    num_stages: int
+    block_v: int = 0
+
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a head of `size` channels is padded to inside a kernel."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How dots of `dtype` operands are computed: float32 needs three TF32 products, or true float32 on AMD."""
+    return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else "ieee"
+
+
+def launch(
+    kernel: Any, grid: int, args: Sequence[Any], constants: Mapping[str, Any], num_warps: int, num_stages: int
+) -> None:
+    """Launch `grid` programs on the current stream (all on axis 0, whose limit is 2**31 - 1)."""
+    if grid > 0:
+        kernel[(grid,)](*args, **constants, num_warps=num_warps, num_stages=num_stages)

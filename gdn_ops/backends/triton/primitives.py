@@ -1,0 +1,97 @@
+"""Device functions that several stages share: operand casts, dots, decay matrices, chunk-table look-ups.
+
+Letters: C tokens of a chunk, K/V head sizes, BK/BV the same padded to a power of two (or a block of it).
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+EPS = tl.constexpr(1e-6)
+# 2**-160 is zero in float32, so a decay below it is clamped without changing exp2 of it; the clamp keeps the cumulative
+# sum of a chunk below 2**14, where float32 still resolves the weak gates that follow a strong one.
+MIN_LOG2_DECAY = tl.constexpr(-160.0)
+
+# Triton's interpreter runs the kernels on CPU tensors (the tests do so).
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# Rows of the per-(chunk, value head) factor table, see scores.py.
+FACTORS = tl.constexpr(4)
+
+
+@triton.jit
+def trip_count(n):
+    """A loop bound. The interpreter's own conversion of a tensor to an index fails with NumPy 2.4 and later."""
+    if INTERPRETED:
+        return int(n.handle.data.item())
+    else:
+        return n
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr):
+    """Round an accumulator to a dot operand; float16 saturates, because inf * 0 in the next dot would be NaN."""
+    if DTYPE == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, x)
+        x = tl.where(x < -65504.0, -65504.0, x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b, accumulated in float32; PRECISION matters for float32 operands only."""
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def load_chunk(chunk_ptr, chunk):
+    """Batch row, first token and number of tokens of a chunk (0: unused; negative: tokens past the last document)."""
+    batch = tl.load(chunk_ptr + chunk * 3).to(tl.int64)
+    start = tl.load(chunk_ptr + chunk * 3 + 1).to(tl.int64)
+    length = tl.load(chunk_ptr + chunk * 3 + 2)
+    return batch, start, length
+
+
+@triton.jit
+def load_rows(ptr, stride_t, length, offs_d, D: tl.constexpr):
+    """A [C, len(offs_d)] tile of token rows; rows past `length` and columns past D are zero and never read."""
+    offs_t = tl.arange(0, CHUNK)
+    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
+    return tl.load(ptr + offs_t[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, stride_t, length, offs_d, D: tl.constexpr, x):
+    """Store a [C, len(offs_d)] tile of token rows in the pointer's dtype."""
+    offs_t = tl.arange(0, CHUNK)
+    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
+    tl.store(ptr + offs_t[:, None] * stride_t + offs_d[None, :], operand(x, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zero_rows(ptr, stride_t, length, offs_d, D: tl.constexpr):
+    """Store zeros where `store_rows` would store a tile."""
+    offs_t = tl.arange(0, CHUNK)
+    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
+    zeros = tl.zeros([CHUNK, offs_d.shape[0]], tl.float32)
+    tl.store(ptr + offs_t[:, None] * stride_t + offs_d[None, :], zeros.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), accurate to float32 for every x (also where 1 + exp(x) rounds to 1)."""
+    small = tl.exp(-tl.abs(x))
+    one_plus = 1.0 + small
+    exact = one_plus - 1.0
+    # log(u) * y / (u - 1) cancels the rounding of u = 1 + y; where u == 1, log1p(y) is y itself.
+    log1p = tl.where(exact == 0.0, small, tl.log(one_plus) * (small / tl.where(exact == 0.0, 1.0, exact)))
+    return tl.where(x > 0.0, x, 0.0) + log1p
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow on either side."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
