@@ -1,0 +1,284 @@
+"""The Hopper backend (sm_90): TMA, asynchronous tensor cores and warp specialisation, written in Gluon and Triton.
+
+Forward: `chunks` -> `norms` -> `gates` -> `solve`, `scores` -> `forward`. Backward: the same preparation as far as it
+was not saved, then for one group of heads after the other `forward` (states and updates), `reverse`, `gradients`,
+`epilogue`. Every stage's file says what it computes and what stays on chip.
+
+What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
+gradient targets that no descriptor can describe.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_ops.backends.hopper import tma
+from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
+from gdn_ops.backends.hopper.epilogue import epilogue
+from gdn_ops.backends.hopper.forward import forward
+from gdn_ops.backends.hopper.gates import NUM_FACTORS, gates
+from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
+from gdn_ops.backends.hopper.norms import norms
+from gdn_ops.backends.hopper.reverse import reverse
+from gdn_ops.backends.hopper.scores import scores
+from gdn_ops.backends.hopper.solve import solve
+from gdn_ops.outputs import Backward, Forward
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
+
+HEAD_SIZE = 128
+
+_GROUPED_SCRATCH_BYTES = 2**29
+"""The backward goes through the heads in two groups where the scratch for states would exceed this.
+
+16/48 heads, 32768 tokens: 2.0 GB of scratch become 1.0.
+"""
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
+    """Why these kernels cannot run a call (another backend then takes it), or None."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not _is_hopper(q.device):
+        return f"needs an NVIDIA GPU of compute capability 9.0, got {q.device}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {q.dtype}"
+    if k.shape[-1] != HEAD_SIZE or v.shape[-1] != HEAD_SIZE:
+        return f"needs heads of {HEAD_SIZE} channels, got K = {k.shape[-1]}, V = {v.shape[-1]}"
+    if q.shape[0] * q.shape[1] == 0:
+        return None
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tokens = _tokens(x)
+        if tokens is None:
+            return f"{name}: batch and token axes are not one evenly strided axis (strides {tuple(x.stride())})"
+        reason = tma.unaddressable(tokens)
+        if reason is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None:
+    """Fill every tensor of `out`; `inputs` are what `unsupported_reason` accepted, scalars and states dense."""
+    s = sizes(inputs)
+    if s.T * s.B == 0 or s.N == 0:
+        _forward_without_tokens(out, inputs)
+        return
+    with torch.cuda.device(inputs.q.device):
+        q, k, v = (_flat(x) for x in inputs[:3])
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, q)
+        kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
+        keep_states = save == "states"
+        o = out.o.view(s.B * s.T, s.HV, s.V)
+        forward(
+            q, k, v, kept.solve, kept.scores, kept.factors, chunks,
+            initial_state=inputs.initial_state, o=o, final_state=out.final_state if out.final_state.numel() else None,
+            states=out.states if keep_states else None, updates=out.updates if keep_states else None,
+        )  # fmt: skip
+        if inputs.cu_seqlens is not None:
+            clear_ownerless(o.unsqueeze(2), chunks)
+
+
+def chunk_bwd(
+    out: Backward, do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, saved: Saved, options: Options
+) -> None:
+    """Fill every tensor of `out`, whose dq, dk and dv are [B,T,G,R,D] targets; what `saved` lacks is computed again."""
+    s = sizes(inputs)
+    if s.T * s.B == 0 or s.N == 0:
+        _backward_without_tokens(out, dfinal_state)
+        return
+    with torch.cuda.device(inputs.q.device):
+        q, k, v = (_flat(x) for x in inputs[:3])
+        flat_do = _tokens(do)
+        if flat_do is None or tma.unaddressable(flat_do) is not None:
+            flat_do = do.contiguous().view(s.B * s.T, s.HV, s.V)
+        targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
+        dq, dk, dv = (target.written for target in targets)
+        dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, q)
+        kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
+        has_gate = inputs.A_log is not None
+        parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
+        keep_states = saved.states.shape[0] > 0
+        for heads in head_groups(s, keep_states):
+            H = len(heads)
+            if keep_states:
+                states, updates = saved.states, saved.updates
+            else:
+                states = q.new_empty((s.num_chunks, H, s.V, s.K))
+                updates = q.new_empty((s.num_chunks, H, s.V, CHUNK))
+                forward(
+                    q, k, v, kept.solve, kept.scores, kept.factors, chunks,
+                    initial_state=inputs.initial_state, states=states, updates=updates, heads=heads,
+                )  # fmt: skip
+            dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
+            sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
+            reverse(
+                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
+                dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state,
+                d_initial_state=None if inputs.initial_state is None else out.d_initial_state, heads=heads,
+            )  # fmt: skip
+            gradients(
+                q, k, flat_do, dv, states, dstates, updates, kept.gates, kept.factors, kept.norms, chunks,
+                options.scale, dq=dq, dk=dk, sums=sums, heads=heads,
+            )  # fmt: skip
+            epilogue(
+                sums, kept.factors, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, options, q.dtype,
+                dg=dg, dbeta=dbeta, parts=parts, heads=heads,
+            )  # fmt: skip
+            # Freed before the next group's are taken: the allocator then hands out the same memory again.
+            del states, updates, dstates, sums
+        if parts is not None:
+            total = parts.sum(0)
+            out.dA_log.copy_(total[0])
+            if inputs.dt_bias is not None:
+                out.ddt_bias.copy_(total[1])
+        if inputs.cu_seqlens is not None:
+            for x in (dq, dk, dv, dg[:, None, None], dbeta[:, None, None]):
+                clear_ownerless(x, chunks)
+        for target in targets:
+            target.finish()
+
+
+def head_groups(s: Sizes, keep_states: bool) -> list[range]:
+    """The ranges of value heads that the backward works on one after the other; whole query/key heads each."""
+    scratch = 0 if keep_states else _state_bytes(s, s.HV)
+    if scratch <= _GROUPED_SCRATCH_BYTES or s.HK == 1:
+        return [range(s.HV)]
+    middle = (s.HK + 1) // 2 * (s.HV // s.HK)
+    return [range(middle), range(middle, s.HV)]
+
+
+def _state_bytes(s: Sizes, heads: int) -> int:
+    """Bytes of states, their gradients and updates for `heads` value heads, two bytes an element."""
+    return s.num_chunks * heads * (2 * s.V * s.K + s.V * CHUNK) * 2
+
+
+def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str = "solve") -> int:
+    """Bytes that a call allocates beside its inputs, outputs and saved tensors, at most, without running it.
+
+    Reads shapes only (fake tensors will do). Not counted: an output gradient or a gradient target that TMA cannot
+    address, which is copied.
+    """
+    s = sizes(inputs)
+    tables = (s.num_chunks * 4 + s.N * 5 + 2) * 4
+    factors = s.num_chunks * s.HV * NUM_FACTORS * CHUNK * 4
+    prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
+    if options.use_qk_l2norm:
+        prepared += s.B * s.T * 2 * s.HK * 4
+    total = tables + factors + (0 if save in ("solve", "states") else prepared)
+    if backward:
+        largest = max(len(heads) for heads in head_groups(s, save == "states"))
+        kept = s.num_chunks * largest * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
+        total += _state_bytes(s, largest) - kept + s.num_chunks * largest * NUM_SUMS * CHUNK * 4
+        total += s.num_chunks * 2 * s.HV * 4 if inputs.A_log is not None else 0
+    return total
+
+
+# ---- preparation that forward and backward share
+
+
+class _Prepared(NamedTuple):
+    """What the sequential kernels read, from memory or computed; norms are None without `use_qk_l2norm`."""
+
+    norms: Tensor | None
+    gates: Tensor
+    factors: Tensor
+    solve: Tensor
+    scores: Tensor
+
+
+def _prepare(
+    q: Tensor, k: Tensor, inputs: Inputs, options: Options, s: Sizes, chunks: Chunks,
+    into: Saved | None = None, saved: Saved | None = None,
+) -> _Prepared:  # fmt: skip
+    """Compute what the sequential kernels read: `into` the saved tensors of a forward, or from those of a backward."""
+    have = saved is not None and saved.gates.shape[0] > 0
+    if have:
+        into = saved
+    if into is not None:
+        kept = into
+    else:
+        float32 = inputs.g.new_empty((0,), dtype=torch.float32)
+        kept = Saved(
+            norms=float32.new_empty((s.B, s.T, 2, s.HK) if options.use_qk_l2norm else (0,)),
+            gates=float32.new_empty((s.num_chunks, s.HV, CHUNK)),
+            solve=q.new_empty((s.num_chunks, s.HV, CHUNK, CHUNK)),
+            scores=q.new_empty((s.num_chunks, s.HV, CHUNK, CHUNK)),
+            states=float32,
+            updates=float32,
+        )
+    norm = kept.norms.view(s.B * s.T, 2, s.HK) if options.use_qk_l2norm else None
+    factors = kept.gates.new_empty((s.num_chunks, s.HV, NUM_FACTORS, CHUNK))
+    if norm is not None and not have:
+        norms(q, k, norm)
+    g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
+    gates(g, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK, filled=have)
+    if not have:
+        solve(k, beta, norm, kept.gates, kept.solve, chunks, options)
+        scores(q, k, norm, kept.gates, kept.scores, chunks, options)
+    return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
+
+
+# ---- layouts
+
+
+def _tokens(x: Tensor) -> Tensor | None:
+    """[B,T,H,D] as [B*T,H,D] without copying, or None; axes of one element get harmless strides."""
+    B, T, H, D = x.shape
+    if B > 1 and T > 1 and x.stride(0) != T * x.stride(1):
+        return None
+    stride_t = x.stride(1) if T > 1 else x.stride(0) if B > 1 else H * D
+    return x.as_strided((B * T, H, D), (stride_t, x.stride(2) if H > 1 else D, 1), x.storage_offset())
+
+
+def _flat(x: Tensor) -> Tensor:
+    tokens = _tokens(x)
+    assert tokens is not None, "unsupported_reason() lets only such operands through"
+    return tokens
+
+
+class _Target:
+    """A gradient's [B,T,G,R,D] target as [B*T,G,R,D]; one that kernels cannot write in place goes through a copy."""
+
+    def __init__(self, x: Tensor, *, through_tma: bool):
+        B, T, G, R, D = x.shape
+        self._copied_to: Tensor | None = None
+        strides = (x.stride(2) if G > 1 else D, x.stride(3) if R > 1 else D)
+        stride_t = x.stride(1) if T > 1 else x.stride(0) if B > 1 else G * R * D
+        self.written = x.as_strided((B * T, G, R, D), (stride_t, *strides, 1), x.storage_offset())
+        even = B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
+        if not even or (through_tma and not _addressable(self.written)):
+            self._copied_to = x
+            self.written = x.new_empty((B * T, G, R, D))
+
+    def finish(self) -> None:
+        """Copy to the target what could not be written in place."""
+        if self._copied_to is not None:
+            self._copied_to.copy_(self.written.view(self._copied_to.shape))
+
+
+def _addressable(x: Tensor) -> bool:
+    """Whether one TMA descriptor covers [T,G,R,D]."""
+    return all(tma.unaddressable(part) is None for part in (x[:, :, 0], x[:, 0]))
+
+
+# ---- calls without a token
+
+
+def _forward_without_tokens(out: Forward, inputs: Inputs) -> None:
+    for x in out:
+        x.zero_()
+    if out.final_state.numel() and inputs.initial_state is not None:
+        out.final_state.copy_(inputs.initial_state)
+
+
+def _backward_without_tokens(out: Backward, dfinal_state: Tensor | None) -> None:
+    for x in out:
+        x.zero_()
+    if out.d_initial_state.numel() and dfinal_state is not None:
+        out.d_initial_state.copy_(dfinal_state)

@@ -1,0 +1,113 @@
+"""From row sums to the gradients of decay and write strength.
+
+    dG_i   = q_i . dq_i + k_i . left_i - k_i . right_i
+    dg'_i  = sum of dG_j over j >= i in the chunk  +  factor_3 <S, dS> + sum over the chunk of k . right's state part
+    dbeta'_i = (dv_i . v_i + k_i . left_i) / beta'_i
+
+The last line is dbeta = dy . e with dy = dv / beta the gradient of the updates before their strength is applied, and
+e = v - e^G k S - sum Gamma (k k^T) u written out, so that only v, exact, and short sums enter. At beta = 0 both the
+numerator and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to
+change any result in its dtype, enough for the quotient to be exact. The divisor is beta as the operands' dtype rounds
+it, which is the diagonal of the inverse: that rounding then cancels.
+
+Then the chain to what the caller gave: the gate's A_log and dt_bias, the sigmoid of beta.
+
+Grid: one program a chunk and block of value heads. dA_log and ddt_bias are summed over chunks afterwards, in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.gates import NUM_FACTORS, kept_from_zero, softplus, write_strength
+from gdn_ops.backends.hopper.gradients import NUM_SUMS, SUM_KEYS_LEFT, SUM_KEYS_STATE, SUM_REST, SUM_STATES
+from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
+from gdn_ops.shapes import CHUNK, Options
+
+# Letters: T tokens, NT chunks, HV value heads, H value heads of one launch, B value heads of one program, C chunk
+# length.
+
+_HEADS = 8
+
+
+@triton.jit
+def _sum_rows(at, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
+    total = tl.load(at + FIRST * C, mask=mask, other=0.0)
+    for i in tl.static_range(1, COUNT):
+        total += tl.load(at + (FIRST + i) * C, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _epilogue_kernel(
+    sums_ptr, factors_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, parts_ptr, table_ptr, first_head,
+    HV: tl.constexpr, H: tl.constexpr, B: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr, FACTORS: tl.constexpr,
+    VALUES: tl.constexpr, LEFT: tl.constexpr, REST: tl.constexpr, STATE: tl.constexpr, DOT: tl.constexpr,
+    SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_HALF: tl.constexpr, IS_BFLOAT: tl.constexpr,
+):  # fmt: skip
+    i_c = tl.program_id(0)
+    first = tl.load(table_ptr + i_c * 4)
+    valid = tl.load(table_ptr + i_c * 4 + 1)
+    local = tl.program_id(1) * B + tl.arange(0, B)
+    offs_h = first_head + local
+    offs_c = tl.arange(0, C)
+    mask_h = local < H
+    mask = mask_h[:, None] & (offs_c < valid)[None, :]
+    sums_at = sums_ptr + (i_c.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
+    left_BC = _sum_rows(sums_at, mask, LEFT, 2, C)
+    gates_BC = left_BC + _sum_rows(sums_at, mask, REST, 2, C)
+    chunk_B = tl.sum(_sum_rows(sums_at, mask, STATE, 2, C), 1)
+    dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_h[:, None] & (offs_c < 32)[None, :] & (valid > 0), other=0.0), 1)
+    end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 3 * C
+    chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
+    dlog_BC = tl.cumsum(gates_BC, 1, reverse=True) + chunk_B[:, None]
+    at = (first + offs_c).to(tl.int64)[None, :] * HV + offs_h[:, None]
+    if HAS_GATE:
+        raw_BC = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            raw_BC += tl.load(dt_bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)[:, None]
+        rate_B = tl.exp(tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
+        dlog_BC = tl.where(mask, -dlog_BC * rate_B[:, None], 0.0)
+        parts_at = parts_ptr + i_c.to(tl.int64) * (2 * HV) + offs_h
+        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC), 1), mask=mask_h)
+        dlog_BC *= tl.sigmoid(raw_BC)
+        tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
+    tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
+    values_BC = _sum_rows(sums_at, mask, 0, VALUES, C)
+    raw_beta_BC = tl.load(beta_ptr + at, mask=mask, other=1.0).to(tl.float32)
+    strength_BC = kept_from_zero(write_strength(raw_beta_BC, SIGMOID, DOUBLED), IS_HALF)
+    if IS_HALF:
+        strength_BC = strength_BC.to(tl.float16).to(tl.float32)
+    if IS_BFLOAT:
+        strength_BC = strength_BC.to(tl.bfloat16).to(tl.float32)
+    dbeta_BC = (values_BC + left_BC) / strength_BC
+    if DOUBLED:
+        dbeta_BC *= 2.0
+    if SIGMOID:
+        sigmoid_BC = tl.sigmoid(raw_beta_BC)
+        dbeta_BC *= sigmoid_BC * (1.0 - sigmoid_BC)
+    tl.store(dbeta_ptr + at, dbeta_BC.to(dbeta_ptr.dtype.element_ty), mask=mask)
+
+
+def epilogue(
+    sums: Tensor, factors: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    chunks: Chunks, options: Options, dtype: torch.dtype, *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
+) -> None:  # fmt: skip
+    """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C].
+
+    With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias. `dtype` is the operands'.
+    """
+    NT, HV = factors.shape[:2]
+    H = len(heads)
+    _epilogue_kernel[(NT, triton.cdiv(H, _HEADS))](
+        sums, factors, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table, heads.start,
+        HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=NUM_FACTORS,
+        VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, REST=SUM_REST.value, STATE=SUM_KEYS_STATE.value,
+        DOT=SUM_STATES.value,
+        SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
+        HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
+        IS_HALF=dtype == torch.float16, IS_BFLOAT=dtype == torch.bfloat16, num_warps=4,
+    )  # fmt: skip

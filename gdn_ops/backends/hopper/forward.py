@@ -1,0 +1,287 @@
+"""The recurrence over a document's chunks, forward: outputs, or the states and updates that the backward needs.
+
+The state lives TRANSPOSED, S^T [V,K], in the tensor cores' accumulators, in float32. Per chunk, every product has the
+previous one's accumulator as its left operand (registers) and a TMA tile as its right one:
+
+    r^T = S^T k^T;  y^T = v^T - r^T * factor_0;  u^T = y^T A^T;
+    o^T = (S^T q^T) * factor_2 + u^T P^T;        S^T = factor_3 S^T + (u^T * factor_1) k
+
+so the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
+warpgroups own a half of V each, a producer warp feeds both.
+
+Grid: one program a document and value head, longest document first.
+On chip: S^T in registers; tiles of q, k, v, A, P and factors, `STAGES` deep, in shared memory.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gdn_ops.backends.hopper import tma
+from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
+from gdn_ops.shapes import CHUNK
+
+# Letters: C chunk length (64), D head size (K = V = 128), M value rows of one warpgroup (64), H heads of one launch,
+# HS heads of the scratch tensors, HV value heads, R = HV / HK.
+
+# H200, 16/48 heads, 32768 tokens in five documents: 2 stages 0.414 ms, 3 stages 0.410 (outputs); the recompute's
+# 2 stages 0.56, 3 stages 0.58 (prototype, 2026-11, triton 3.6).
+_STAGES_OUTPUT = 3
+_STAGES_STATES = 2
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
+
+_C = gl.constexpr(64)
+_D = gl.constexpr(128)
+_M = gl.constexpr(64)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
+    q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+    first, chunk0, num_chunks, h, q_column, k_column, v_column,
+    HV: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4 + (_C * _D * 2 + _C * _C * 2 if OUTPUT else 0)
+    for c in range(num_chunks):
+        stage = c % STAGES
+        token = first + c * _C
+        row = (chunk0 + c) * HV + h
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, BYTES)
+        async_load(k_desc, [token, k_column], bar, k_s.index(stage))
+        async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
+        async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
+        async_load(factors_desc, [row * 4, 0], bar, factors_s.index(stage))
+        async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
+        if OUTPUT:
+            async_load(q_desc, [token, q_column], bar, q_s.index(stage))
+            async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr, states_desc, updates_desc, o_desc,
+    q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, o_ptr, initial_ptr, final_ptr,
+    first, last, chunk0, num_chunks, document, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_s.dtype
+    L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    L_MC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    OPERAND_MC: gl.constexpr = gl.DotOperandLayout(0, L_MC, 2)
+    OPERAND_MK: gl.constexpr = gl.DotOperandLayout(0, L_MK, 2)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    TILE: gl.constexpr = tma.TILE_16BIT
+    zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
+    if OUTPUT:
+        o_s = gl.allocate_shared_memory(dtype, [_C, _M], TILE)
+    if STATES:
+        state_s = gl.allocate_shared_memory(dtype, [_M, _D], TILE)
+        u_s = gl.allocate_shared_memory(dtype, [_M, _C], TILE)
+    # The states in memory are [K,V]: element (value, key) of S^T lies at key * V + value.
+    value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
+    key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
+    state_at = (document.to(gl.int64) * HV + h) * (_D * _D)
+    if HAS_INITIAL:
+        state_MK = gl.load(initial_ptr + state_at + key[None, :] * _D + value[:, None])
+    else:
+        state_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (4 * _C) + 3 * _C
+    decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
+    for c in range(num_chunks):
+        stage = c % STAGES
+        token = first + c * _C
+        row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
+        next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * 4 * _C))
+        rounded_MK = state_MK.to(dtype)
+        operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        k = k_s.index(stage)
+        if token + _C > last:
+            clear_rows(k, last - token, 4)
+            clear_rows(v_s.index(2 * stage + half), last - token, 4)
+            cleared()
+        r_MC = warpgroup_mma(operand_MK, k.permute((1, 0)), zero_MC, use_acc=False, is_async=True)
+        if OUTPUT:
+            o_MC = warpgroup_mma(operand_MK, q_s.index(stage).permute((1, 0)), zero_MC, use_acc=False, is_async=True)
+        if STATES:
+            store_wait(0)
+            state_s.store(rounded_MK)
+        v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
+        factors = factors_s.index(stage)
+        read_C = factors.slice(0, 1).load(L_MC)
+        write_C = factors.slice(1, 1).load(L_MC)
+        if OUTPUT:
+            r_MC = warpgroup_mma_wait(1, deps=[r_MC])
+        else:
+            r_MC = warpgroup_mma_wait(0, deps=[r_MC])
+        y_MC = v_MC - r_MC * read_C
+        u_MC = warpgroup_mma(
+            gl.convert_layout(y_MC.to(dtype), OPERAND_MC), solve_s.index(stage).permute((1, 0)), zero_MC,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        state_MK = state_MK * decay
+        if OUTPUT:
+            o_MC, u_MC = warpgroup_mma_wait(0, deps=[o_MC, u_MC])
+        else:
+            u_MC = warpgroup_mma_wait(0, deps=[u_MC])
+        written_MC = gl.convert_layout((u_MC * write_C).to(dtype), OPERAND_MK)
+        state_MK = warpgroup_mma(written_MC, k, state_MK, is_async=True)
+        if OUTPUT:
+            query_C = factors.slice(2, 1).load(L_MC)
+            o_MC = warpgroup_mma(
+                gl.convert_layout(u_MC.to(dtype), OPERAND_MC), scores_s.index(stage).permute((1, 0)), o_MC * query_C,
+                is_async=True,
+            )  # fmt: skip
+            state_MK, o_MC = warpgroup_mma_wait(0, deps=[state_MK, o_MC])
+        else:
+            state_MK = warpgroup_mma_wait(0, deps=[state_MK])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if STATES:
+            u_s.store(u_MC.to(dtype))
+            fence_async_shared()
+            async_store(states_desc, [row, 0], state_s)
+            async_store(updates_desc, [row, 0], u_s)
+        if OUTPUT:
+            store_wait(0)
+            o_s.permute((1, 0)).store(o_MC.to(dtype))
+            if token + _C <= last:
+                fence_async_shared()
+                async_store(o_desc, [token, h * _D + half * _M], o_s)
+            else:
+                offs_t = token + gl.arange(0, _C, gl.SliceLayout(1, ROWS))
+                offs_v = h * _D + half * _M + gl.arange(0, _M, gl.SliceLayout(0, ROWS))
+                at = o_ptr + offs_t.to(gl.int64)[:, None] * (HV * _D) + offs_v[None, :]
+                gl.store(at, o_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
+        decay = next_decay
+    if HAS_FINAL:
+        gl.store(final_ptr + state_at + key[None, :] * _D + value[:, None], state_MK)
+    store_wait(0)
+
+
+@gluon.jit
+def _consume_low(
+    states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+        factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_high(
+    states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+        factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _forward_kernel(
+    q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, documents_ptr, order_ptr,
+    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head,
+    R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_desc.dtype
+    TILE: gl.constexpr = tma.TILE_16BIT
+    local = gl.program_id(0) % H
+    document = gl.load(order_ptr + gl.program_id(0) // H)
+    h = first_head + local
+    h_scratch = first_scratch_head + local
+    first = gl.load(documents_ptr + document * 4)
+    last = gl.load(documents_ptr + document * 4 + 1)
+    chunk0 = gl.load(documents_ptr + document * 4 + 2)
+    num_chunks = gl.load(documents_ptr + document * 4 + 3)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _D if OUTPUT else _M], TILE)
+    scores_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _C], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume_low, (
+                states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+            )),
+            (_consume_high, (
+                states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+            )),
+            (_produce, (
+                q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
+                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
+                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, HV, OUTPUT, STAGES,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    *, initial_state: Tensor | None, o: Tensor | None = None, final_state: Tensor | None = None,
+    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
+) -> None:  # fmt: skip
+    """Run the recurrence; q, k, v [T,H,D] at any addressable strides.
+
+    Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; states [NT,HS,V,K] and updates [NT,HS,V,C], whose
+    heads are those of the range `heads` (all if left out).
+    """
+    HV = v.shape[1]
+    heads = range(HV) if heads is None else heads
+    square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
+    if states is not None and updates is not None:
+        states_desc = tma.rows(states.view(-1, states.shape[-1]), (64, states.shape[-1]))
+        updates_desc = tma.rows(updates.view(-1, CHUNK), (64, CHUNK))
+        HS = states.shape[1]
+    else:
+        states_desc, updates_desc, HS = square, square, HV
+    stand_in = factors
+    _forward_kernel[(chunks.documents.shape[0] * len(heads),)](
+        tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), square,
+        tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
+        states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
+        factors, k if o is None else o, stand_in if initial_state is None else initial_state,
+        stand_in if final_state is None else final_state, chunks.documents, chunks.longest_first,
+        q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0,
+        R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
+        STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
+    )  # fmt: skip

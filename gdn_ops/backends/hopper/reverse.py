@@ -1,0 +1,276 @@
+"""The recurrence backwards: the gradient of the state at every chunk's end, and of the values.
+
+As in `forward`, the state's gradient lives transposed, dS^T [V,K], in float32 accumulators:
+
+    du^T = do^T P + (dS^T k^T) * factor_1;   dv^T = du^T A;
+    dS^T = factor_3 dS^T + (do^T * factor_2) q - (dv^T * factor_0) k
+
+dS is stored (rounded) before a chunk's own contribution: the gradient of the state at the chunk's END. What `epilogue`
+needs for dbeta, sum_v dv v, is taken here, where dv is still float32.
+
+Grid: one program a document and value head, longest document first; two consumer warpgroups (halves of V), one
+producer warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors, `STAGES` deep, in shared memory.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gdn_ops.backends.hopper import tma
+from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
+from gdn_ops.shapes import CHUNK
+
+# Letters: C chunk length (64), D head size (K = V = 128), M value rows of one warpgroup (64), H heads of one launch
+# and of the scratch tensors, HV value heads, R = HV / HK.
+
+# H200, 16/48 heads, 32768 tokens in five documents: 0.65 ms without v (prototype, 2026-11, triton 3.6). A third stage
+# does not fit into shared memory.
+_STAGES = 2
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
+
+NUM_VALUE_SUMS = 8
+"""Partial sums of dv v a token: one a warp of the consumers, stored in rows 0..7 of `sums`."""
+
+_C = gl.constexpr(64)
+_D = gl.constexpr(128)
+_M = gl.constexpr(64)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
+    q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+    first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
+    HV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    BYTES: gl.constexpr = 4 * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
+    for i in range(num_chunks):
+        c = num_chunks - 1 - i
+        stage = i % STAGES
+        token = first + c * _C
+        row = (chunk0 + c) * HV + h
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, BYTES)
+        async_load(k_desc, [token, k_column], bar, k_s.index(stage))
+        async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
+        async_load(do_desc, [token, do_column], bar, do_s.index(2 * stage))
+        async_load(do_desc, [token, do_column + _M], bar, do_s.index(2 * stage + 1))
+        async_load(factors_desc, [row * 4, 0], bar, factors_s.index(stage))
+        async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
+        async_load(q_desc, [token, q_column], bar, q_s.index(stage))
+        async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
+        async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_s.dtype
+    L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    L_MC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    OPERAND_MC: gl.constexpr = gl.DotOperandLayout(0, L_MC, 2)
+    OPERAND_MK: gl.constexpr = gl.DotOperandLayout(0, L_MK, 2)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
+    dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
+    dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
+    value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
+    key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
+    state_at = (document.to(gl.int64) * HV + h) * (_D * _D)
+    if HAS_DFINAL:
+        dstate_MK = gl.load(dfinal_ptr + state_at + key[None, :] * _D + value[:, None])
+    else:
+        dstate_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (4 * _C) + 3 * _C
+    decay = gl.load(end_ptr + (num_chunks - 1).to(gl.int64) * (HV * 4 * _C), mask=num_chunks > 0, other=0.0)
+    for i in range(num_chunks):
+        c = num_chunks - 1 - i
+        stage = i % STAGES
+        token = first + c * _C
+        row = (chunk0 + c) * H + local
+        next_decay = gl.load(end_ptr + gl.maximum(c - 1, 0).to(gl.int64) * (HV * 4 * _C))
+        rounded_MK = dstate_MK.to(dtype)
+        operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        k = k_s.index(stage)
+        do_T = do_s.index(2 * stage + half).permute((1, 0))
+        if token + _C > last:
+            clear_rows(k, last - token, 4)
+            clear_rows(q_s.index(stage), last - token, 4)
+            clear_rows(do_s.index(2 * stage + half), last - token, 4)
+            cleared()
+        from_state_MC = warpgroup_mma(operand_MK, k.permute((1, 0)), zero_MC, use_acc=False, is_async=True)
+        du_MC = warpgroup_mma(do_T, scores_s.index(stage), zero_MC, use_acc=False, is_async=True)
+        store_wait(0)
+        dstate_s.store(rounded_MK)
+        fence_async_shared()
+        async_store(dstates_desc, [row * _D + half * _M, 0], dstate_s)
+        factors = factors_s.index(stage)
+        read_C = factors.slice(0, 1).load(L_MC)
+        write_C = factors.slice(1, 1).load(L_MC)
+        query_C = factors.slice(2, 1).load(L_MC)
+        from_o_MC = gl.convert_layout((do_T.load(L_MC).to(gl.float32) * query_C).to(dtype), OPERAND_MK)
+        from_state_MC, du_MC = warpgroup_mma_wait(0, deps=[from_state_MC, du_MC])
+        du_MC = du_MC + from_state_MC * write_C
+        dv_MC = warpgroup_mma(
+            gl.convert_layout(du_MC.to(dtype), OPERAND_MC), solve_s.index(stage), zero_MC, use_acc=False, is_async=True
+        )
+        dstate_MK = dstate_MK * decay
+        dstate_MK = warpgroup_mma(from_o_MC, q_s.index(stage), dstate_MK, is_async=True)
+        dv_MC = warpgroup_mma_wait(1, deps=[dv_MC])
+        from_v_MC = gl.convert_layout((dv_MC * (-read_C)).to(dtype), OPERAND_MK)
+        dstate_MK = warpgroup_mma(from_v_MC, k, dstate_MK, is_async=True)
+        store_wait(0)
+        dv_s.permute((1, 0)).store(dv_MC.to(dtype))
+        if token + _C <= last:
+            fence_async_shared()
+            async_store(dv_desc, [token, dv_column + half * _M], dv_s)
+        else:
+            offs_t = token + gl.arange(0, _C, gl.SliceLayout(1, ROWS))
+            offs_v = dv_column + half * _M + gl.arange(0, _M, gl.SliceLayout(0, ROWS))
+            at = dv_ptr + offs_t.to(gl.int64)[:, None] * dv_stride_t + offs_v[None, :]
+            gl.store(at, dv_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
+        # sum_v dv v: each warp adds up its own 16 rows; `epilogue` adds the eight warps' sums.
+        v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
+        sum_WC = gl.sum(gl.reshape(dv_MC * v_MC, [4, _M // 4, _C]), 1)
+        L_WC: gl.constexpr = sum_WC.type.layout
+        warp = half * 4 + gl.arange(0, 4, gl.SliceLayout(1, L_WC))
+        at_C = gl.arange(0, _C, gl.SliceLayout(0, L_WC))
+        gl.store(sums_ptr + row.to(gl.int64) * (SUMS * _C) + warp[:, None] * _C + at_C[None, :], sum_WC)
+        dstate_MK = warpgroup_mma_wait(0, deps=[dstate_MK])
+        mbarrier.arrive(empty.index(stage), count=1)
+        decay = next_decay
+    if HAS_DINITIAL:
+        gl.store(dinitial_ptr + state_at + key[None, :] * _D + value[:, None], dstate_MK)
+    store_wait(0)
+
+
+@gluon.jit
+def _consume_low(
+    dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+        first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume_high(
+    dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _consume(
+        1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+        first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _reverse_kernel(
+    q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc, dstates_desc, dv_desc,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, documents_ptr, order_ptr,
+    q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
+    R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k_desc.dtype
+    TILE: gl.constexpr = tma.TILE_16BIT
+    local = gl.program_id(0) % H
+    document = gl.load(order_ptr + gl.program_id(0) // H)
+    h = first_head + local
+    first = gl.load(documents_ptr + document * 4)
+    last = gl.load(documents_ptr + document * 4 + 1)
+    chunk0 = gl.load(documents_ptr + document * 4 + 2)
+    num_chunks = gl.load(documents_ptr + document * 4 + 3)
+    dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    do_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    scores_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume_low, (
+                dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+                first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+            )),
+            (_consume_high, (
+                dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
+                first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+            )),
+            (_produce, (
+                q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
+                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
+                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h, HV, STAGES,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def reverse(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    *, dstates: Tensor, dv: Tensor, sums: Tensor, dfinal_state: Tensor | None, d_initial_state: Tensor | None,
+    heads: range,
+) -> None:  # fmt: skip
+    """Run the recurrence backwards for a range of value heads.
+
+    Fills dstates [NT,H,V,K] (gradient of the state at each chunk's end), dv [T,G,R,V] at any addressable strides, rows
+    0..7 of sums [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
+    """
+    HV = v.shape[1]
+    columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
+    dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
+    _reverse_kernel[(chunks.documents.shape[0] * len(heads),)](
+        tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
+        tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)),
+        tma.rows(factors.view(-1, CHUNK), (4, CHUNK)), tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128)),
+        tma.rows(dv_rows, (CHUNK, 64)),
+        factors, sums, dv, factors if dfinal_state is None else dfinal_state,
+        factors if d_initial_state is None else d_initial_state, chunks.documents, chunks.longest_first,
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1), dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2],
+        heads.start,
+        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=sums.shape[2],
+        HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None, STAGES=_STAGES,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
+    )  # fmt: skip

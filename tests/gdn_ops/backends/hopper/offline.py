@@ -1,0 +1,133 @@
+"""Compile the Hopper backend's kernels for sm_90 on a machine without a GPU.
+
+`python offline.py CASE...` runs the backend's own launchers on meta tensors, with a stand-in for Triton's driver that
+names the target and launches nothing; so what is compiled is what a call would launch, specialisation included. One
+line of JSON a kernel: name, registers at launch, shared memory, and, if `--sass` is given, spills.
+"""
+
+import argparse
+import contextlib
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from gdn_ops.backends import hopper
+from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
+from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
+
+
+class _OfflineDriver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states": {"save": "states"},
+    "full": {
+        "norm": True, "gate": True, "sigmoid": True, "doubled": True, "varlen": True, "initial": True, "packed": True,
+        "save": "inputs",
+    },
+    "half": {"dtype": torch.float16, "norm": True, "varlen": True, "R": 2},
+    "one_head": {"HK": 1, "R": 1, "B": 2, "T": 100},
+}  # fmt: skip
+"""Calls that between them reach every compile-time branch of every kernel."""
+
+
+def compile_case(
+    *, HK: int = 16, R: int = 3, B: int = 1, T: int = 4096, dtype: torch.dtype = torch.bfloat16, norm: bool = False,
+    gate: bool = False, sigmoid: bool = False, doubled: bool = False, varlen: bool = False, initial: bool = False,
+    packed: bool = False, save: str = "solve",
+) -> list[Any]:  # fmt: skip
+    """Compile everything that a forward and a backward of this shape launch; the compiled kernels, in launch order."""
+    HV, D = HK * R, 128
+    compiled: list[Any] = []
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if packed:
+        width = packed_width(HK, HV, D)
+        row = empty(B, T, width, dtype=dtype)
+        q, k, v = (
+            gradient_target(row, row, layout, heads, D).flatten(2, 3)
+            for layout, heads in zip(packed_layouts(HK, HV, D), (HK, HK, HV), strict=True)
+        )
+    else:
+        q, k, v = (empty(B, T, heads, D, dtype=dtype) for heads in (HK, HK, HV))
+    cu_seqlens = empty(6, dtype=torch.int32) if varlen else None
+    inputs = Inputs(
+        q, k, v, empty(B, T, HV), empty(B, T, HV, dtype=dtype),
+        empty(5 if varlen else B, HV, D, D) if initial else None, cu_seqlens,
+        empty(HV) if gate else None, empty(HV) if gate else None,
+    )  # fmt: skip
+    options = Options(D**-0.5, norm, sigmoid, doubled)
+
+    def compile_only(fn: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append(run(fn, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    run = JITFunction.run
+    driver = triton.runtime.driver
+    JITFunction.run = compile_only
+    driver.set_active(_OfflineDriver())
+    current_device, torch.cuda.device = torch.cuda.device, lambda device: contextlib.nullcontext()
+    multiprocessors = hopper.gradients.__globals__["_num_multiprocessors"]
+    hopper.gradients.__globals__["_num_multiprocessors"] = lambda device: 132
+    try:
+        out = allocate_chunk_fwd(inputs, output_final_state=initial, use_qk_l2norm=norm, save=save)
+        hopper.chunk_fwd(out, inputs, options, save)
+        grads = allocate_chunk_bwd(inputs, (packed, packed, packed))
+        layouts = packed_layouts(HK, HV, D) if packed else (None, None, None)
+        drow = allocate_row(inputs, packed_width(HK, HV, D)) if packed else None
+        targets = [
+            gradient_target(grad, drow, layout, heads, D)
+            for grad, layout, heads in zip(grads[:3], layouts, (HK, HK, HV), strict=True)
+        ]
+        grads = grads._replace(dq=targets[0], dk=targets[1], dv=targets[2])
+        do = empty(B, T, HV, D, dtype=dtype)
+        hopper.chunk_bwd(grads, do, empty(*out.final_state.shape) if initial else None, inputs, out.saved, options)
+    finally:
+        JITFunction.run = run
+        torch.cuda.device = current_device
+        hopper.gradients.__globals__["_num_multiprocessors"] = multiprocessors
+    return compiled
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """What a test asks of one compiled kernel."""
+    return {
+        "name": kernel.metadata.name,
+        "target": kernel.metadata.target.arch,
+        "shared": kernel.metadata.shared,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "tma": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}")
+    parser.add_argument("--cubin", help="folder to write each kernel's machine code to")
+    chosen = parser.parse_args()
+    for case in chosen.cases:
+        for kernel in compile_case(**CASES[case]):
+            print(json.dumps({"triton": triton.__version__, "case": case, **describe(kernel)}), flush=True)
+            if chosen.cubin:
+                with open(f"{chosen.cubin}/{case}_{kernel.metadata.name}.cubin", "wb") as f:
+                    f.write(kernel.asm["cubin"])
