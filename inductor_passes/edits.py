@@ -141,6 +141,18 @@ def restore_order(graph: Graph) -> int:
     return moved
 
 
+def erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a node without users, and then whatever only it used. (Looking at uses is wrong while dead ones count.)"""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node.users or node.op != "call_function":
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        stack += sources
+
+
 def same_sizes(a: Node, b: Sequence[Size]) -> bool:
     """The node's tensor has exactly these sizes."""
     shape = shape_of(a)

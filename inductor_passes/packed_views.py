@@ -24,7 +24,7 @@ Conditions, each with the reason code of a call that fails it:
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,8 +32,20 @@ from torch.fx import Graph, Node
 
 from inductor_passes.edits import Extents, call, output, outputs_of, same_sizes
 from inductor_passes.registry import PackedVariant
-from inductor_passes.sizes import Size, divide, is_dense, multiply, product, same, shape_of
-from inductor_passes.views import MOVES, Axis, Placement, Placements, arguments, gaps, is_zero, runs, whole
+from inductor_passes.sizes import Size, add, divide, is_dense, multiply, product, same, shape_of
+from inductor_passes.views import (
+    KEEP_NUMBERING,
+    MOVES,
+    Axis,
+    Placement,
+    Placements,
+    arguments,
+    gaps,
+    is_zero,
+    permutation,
+    runs,
+    whole,
+)
 
 aten = torch.ops.aten
 
@@ -102,21 +114,54 @@ class Left:
     operand: str = ""
 
 
+_SPREADS = {
+    aten.slice_scatter.default,
+    aten.slice_backward.default,
+    aten.select_scatter.default,
+    aten.select_backward.default,
+    aten.as_strided_scatter.default,
+    aten.constant_pad_nd.default,
+    aten.add.Tensor,
+}
+"""Ops that can leave zeros between what they place."""
+
+
 # ------------------------------------------------------------------------------------------------------------ looking
+def _elements(form: Placements) -> Size:
+    """How many elements placements cover, if no two meet."""
+    total: Size = 0
+    for placement in form:
+        total = add(total, product(axis.extent for axis in placement.axes))
+    return total
+
+
 @dataclass
 class _Flow:
     """Everything that a call's gradients flow into by data movement alone."""
 
     gradients: dict[Node, str]
     forms: dict[Node, Placements] = field(default_factory=dict)
+    others: dict[Node, Placements] = field(default_factory=dict)
     stops: list[tuple[Node, Node]] = field(default_factory=list)
 
     def describe(self, node: Node) -> Placements:
         """A node's placements; what holds none of the gradients is one opaque piece, or nothing if it is zero."""
         form = self.forms.get(node)
         if form is None:
-            form = self.forms[node] = () if is_zero(node) else (whole(node),)
+            form = self.others.get(node)
+        if form is None:
+            form = self.others[node] = self._describe_other(node)
         return form
+
+    def _describe_other(self, node: Node) -> Placements:
+        if is_zero(node):
+            return ()
+        # Where a tensor of others is zero, it leaves room for the gradients; only then is it worth taking apart.
+        if node.target in _SPREADS or node.target in KEEP_NUMBERING or permutation(node) is not None:
+            form = MOVES[node.target](node, self.describe)
+            if form is not None and not same(_elements(form), product(shape_of(node))):
+                return form
+        return (whole(node),)
 
 
 def _follow(gradients: dict[Node, str], position: dict[Node, int]) -> tuple[_Flow, list[Node]]:
@@ -171,14 +216,36 @@ def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]
             best = plan
     if best is None:
         return _why_none(flow, refused)
-    worth = len(best.layouts) > 1 or ((best.before or best.after) and not best.uncovered)
+    # A lone gradient saves its own copy, but zeros have to be written around it where nothing else is.
+    full = (best.before or best.after) and not best.uncovered
+    worth = len(best.layouts) > 1 or full or 2 * _width(best, gradients) >= best.row_width
     if not worth:
         name = next(iter(best.layouts))
         others = _why_none(flow, refused)
         if others.reason not in ("nothing_to_save", "split_elsewhere"):
             return others
         return Left("nothing_to_save", f"only the gradient of {name} ends in this row")
-    return best
+    known = {*best.layouts, *(left.operand for left in best.left)}
+    missing = [_why_not(flow, name) for name in gradients.values() if name not in known]
+    return replace(best, left=(*best.left, *missing))
+
+
+def _width(plan: RowPlan, gradients: dict[Node, str]) -> int:
+    """Elements of a token's row that the op writes itself."""
+    return sum(
+        int(node.meta["val"].shape[-1]) * int(node.meta["val"].shape[-2])
+        for node, name in gradients.items()
+        if name in plan.layouts
+    )
+
+
+def _why_not(flow: _Flow, name: str) -> Left:
+    """Why one operand's gradient is not in a row that others are in."""
+    for source, user in flow.stops:
+        if any(flow.gradients.get(placement.source) == name for placement in flow.describe(source)):
+            code = "cast_between" if user.target in _COPY_PRECISION else "computed_between"
+            return Left(code, f"the gradient of {name} goes through {describe_use(user)} first", name)
+    return Left("separate_rows", f"the gradient of {name} does not reach the row", name)
 
 
 def _plan(
@@ -297,6 +364,15 @@ def _layout(placement: Placement) -> list[int] | None:
     return None
 
 
+_DTYPE_ONLY = {
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+}
+"""Ops that ask a tensor for its dtype and device alone."""
+
+
 def _other_use(gradient: Node, root: Node, flow: _Flow) -> Node | None:
     """A use of the gradient that does not go into `root` by data movement alone."""
     stack, seen = [gradient], {root}
@@ -306,6 +382,8 @@ def _other_use(gradient: Node, root: Node, flow: _Flow) -> Node | None:
             continue
         seen.add(node)
         for user in node.users:
+            if user.target in _DTYPE_ONLY:
+                continue
             if user is not root and user not in flow.forms:
                 return user
             stack.append(user)
@@ -362,13 +440,7 @@ def _why_none(flow: _Flow, refused: list[Left]) -> Left:
     return Left("computed_between", f"something computes between the split and the op ({places})")
 
 
-_CONSUMERS = {
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.convolution_backward.default,
-    aten.sum.dim_IntList,
-}
+_CONSUMERS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution_backward.default}
 
 
 # ------------------------------------------------------------------------------------------------------------ editing
@@ -406,6 +478,8 @@ def replace_packed_row(graph: Graph, plan: RowPlan, renamed: dict[Node, Node]) -
         packed = {variant.gradients[variant.operands.index(name)] for name in plan.layouts}
         for index, old in old_outputs.items():
             if index in packed:
+                for user in [user for user in old.users if user.target in _DTYPE_ONLY]:
+                    user.replace_input_with(old, drow)
                 continue
             renamed[old] = output(graph, old, new, index + shift)
             old.replace_all_uses_with(renamed[old])

@@ -9,6 +9,8 @@ from torch.fx import Graph, Node
 
 from inductor_passes import registry, settings
 from inductor_passes.edits import outputs_of, restore_order
+from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
+from inductor_passes.operand_copies import find_operand_copies, replace_operand_copies
 from inductor_passes.packed_views import Left, RowPlan, conflicts, find_packed_row, replace_packed_row
 from inductor_passes.registry import PackedVariant
 from inductor_passes.report import CallReport, Report, UnpackedCallError, location, saved_bytes
@@ -17,7 +19,7 @@ from inductor_passes.settings import Settings
 log = logging.getLogger("inductor_passes")
 
 counters: Counter[str] = Counter()
-"""What the passes did since the process started: graphs, packed, left, grouped_heads, copies_removed, seconds * 1e6."""
+"""What the passes did since the process started: graphs, packed, left, grouped_heads, copies_removed, microseconds."""
 
 
 @dataclass
@@ -27,6 +29,8 @@ class CallSite:
     variant: PackedVariant
     fwd: Node | None
     bwds: list[Node]
+    grouped_heads: bool = False
+    copies_removed: int = 0
 
 
 def find_calls(graph: Graph) -> list[CallSite]:
@@ -64,14 +68,28 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     started = time.perf_counter()
     if not options.enabled:
         return Report(tuple(_plain_report(site, "disabled") for site in sites))
+    changed = False
+    for site in sites:
+        if options.grouped_heads:
+            group = find_grouped_heads(site.variant, site.fwd, site.bwds)
+            if group is not None:
+                replace_grouped_heads(graph, group, site.variant)
+                site.grouped_heads = changed = True
+        if options.remove_copies and site.fwd is not None:
+            copies = find_operand_copies(site.variant, site.fwd, site.bwds)
+            if copies:
+                replace_operand_copies(graph, copies, site.fwd, site.bwds)
+                site.copies_removed, changed = len(copies), True
     plans, left = _pack_rows(graph, sites)
     report = Report(tuple(line for site in sites for line in _reports(site, plans, left)))
-    if plans:
+    if plans or changed:
         restore_order(graph)
         graph.eliminate_dead_code()
         graph.lint()
     counters["graphs"] += 1
     counters["packed"] += report.packed
+    counters["grouped_heads"] += sum(site.grouped_heads for site in sites)
+    counters["copies_removed"] += sum(site.copies_removed for site in sites)
     counters["left"] += len(report) - report.packed
     counters["microseconds"] += round(1e6 * (time.perf_counter() - started))
     if options.strict:
@@ -106,7 +124,23 @@ def _pack_rows(graph: Graph, sites: list[CallSite]) -> tuple[dict[Node, RowPlan]
 
 def _plain_report(site: CallSite, reason: str) -> CallReport:
     node = site.fwd or site.bwds[0]
-    return CallReport(site.variant.fwd, False, reason, location=location(node, site.variant))
+    return _line(site, location(node, site.variant), reason)
+
+
+def _line(
+    site: CallSite, where: str, reason: str, detail: str = "", saved: int = 0, operands: tuple[str, ...] = ()
+) -> CallReport:
+    return CallReport(
+        op=site.variant.fwd,
+        packed=bool(operands),
+        reason=reason,
+        detail=detail,
+        location=where,
+        saved_bytes=saved,
+        operands=operands,
+        grouped_heads=site.grouped_heads,
+        copies_removed=site.copies_removed,
+    )
 
 
 def _reports(site: CallSite, plans: dict[Node, RowPlan], left: dict[Node, Left]) -> list[CallReport]:
@@ -119,14 +153,15 @@ def _reports(site: CallSite, plans: dict[Node, RowPlan], left: dict[Node, Left])
         plan = plans.get(bwd)
         if plan is None:
             why = left[bwd]
-            reports.append(CallReport(site.variant.fwd, False, why.reason, why.detail, where))
+            reports.append(_line(site, where, why.reason, why.detail))
             continue
         outputs = outputs_of(bwd)
         indices = dict(zip(site.variant.operands, site.variant.gradients, strict=True))
         saved = saved_bytes([outputs[indices[name]] for name in plan.layouts])
         reason = "packed_partly" if plan.left else "packed"
         detail = "; ".join(part.detail for part in plan.left)
-        reports.append(CallReport(site.variant.fwd, True, reason, detail, where, saved, tuple(plan.layouts)))
+        operands = tuple(name for name in site.variant.operands if name in plan.layouts)
+        reports.append(_line(site, where, reason, detail, saved, operands))
     return reports
 
 

@@ -166,17 +166,6 @@ def from_coordinates(source: Node, coordinates: Coordinates, shape: Sequence[Siz
 
 
 # ------------------------------------------------------------------------------------------------ what each op moves
-class Operand(NamedTuple):
-    """An operand of a data-moving node with its description."""
-
-    node: Node
-    placements: Placements
-
-    @property
-    def shape(self) -> list[Size]:
-        return shape_of(self.node)
-
-
 Describe: TypeAlias = Callable[[Node], Placements]
 Move: TypeAlias = Callable[[Node, Describe], Placements | None]
 
@@ -205,7 +194,7 @@ def _same_elements(a: Node, b: Node) -> bool:
     return a.meta["val"].dtype == b.meta["val"].dtype and same(product(shape_of(a)), product(shape_of(b)))
 
 
-@_moves(
+KEEP_NUMBERING = {
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -220,7 +209,11 @@ def _same_elements(a: Node, b: Node) -> bool:
     aten.contiguous.default,
     aten.expand.default,
     aten.lift_fresh_copy.default,
-)
+}
+"""Ops whose output has the elements of its first operand in the same order (where it has as many)."""
+
+
+@_moves(*KEEP_NUMBERING)
 def _keep_numbering(node: Node, describe: Describe) -> Placements | None:
     source = node.args[0]
     assert isinstance(source, Node)

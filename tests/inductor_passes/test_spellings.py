@@ -1,0 +1,59 @@
+"""Every spelling, through the passes: what is packed, the same bits with and without, and in eager."""
+
+import pytest
+import torch
+
+import inductor_passes
+from inductor_passes.inspection import eager_backend
+from tests.inductor_passes.spellings import SPELLINGS, Layer, make_input, train_step
+
+
+def compiled_step(name, *, decompositions=True, dynamic=False, enabled=True):
+    spelling = SPELLINGS[name]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = Layer(spelling)
+    reports = []
+    backend = eager_backend(reports.append, decompositions=decompositions)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    with inductor_passes.configured(enabled=enabled):
+        results = train_step(compiled, layer, make_input(spelling))
+        if dynamic:
+            results += train_step(compiled, layer, make_input(spelling, B=3, T=9))
+    return results, reports
+
+
+def eager_step(name, *, dynamic=False):
+    spelling = SPELLINGS[name]
+    torch.manual_seed(0)
+    layer = Layer(spelling)
+    results = train_step(layer, layer, make_input(spelling))
+    return results + (train_step(layer, layer, make_input(spelling, B=3, T=9)) if dynamic else [])
+
+
+def assert_same(a, b, exact=True):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert not y.isnan().any()
+        torch.testing.assert_close(x, y, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("graph", ["decomposed", "as_traced", "dynamic"])
+def test_spelling(name, graph):
+    spelling = SPELLINGS[name]
+    dynamic = graph == "dynamic"
+    how = {"decompositions": graph != "as_traced", "dynamic": dynamic}
+    on, reports = compiled_step(name, **how)
+    assert len(reports) == 1, "one graph, one compilation"
+    (call,) = reports[0].calls
+    off, _ = compiled_step(name, enabled=False, **how)
+    assert_same(off, on)
+    if spelling.extra != "returned":  # what a compiled function's output gets as .grad is not what eager's gets
+        assert_same(eager_step(name, dynamic=dynamic), on, spelling.exact)
+    if dynamic and not spelling.dynamic:
+        return
+    assert ("".join(call.operands), call.reason) == (spelling.packed, spelling.reason), call
+    assert call.grouped_heads == spelling.grouped
+    assert call.copies_removed == spelling.copies
+    assert (call.saved_bytes > 0) == bool(spelling.packed)
