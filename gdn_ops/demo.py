@@ -165,7 +165,7 @@ def _patched(
         ("gradients bitwise equal, on and off", f"{len(on_grads) - len(differing)} of {len(on_grads)}", ""),
     ]
     print("\n" + _table(("", "pass on", "pass off"), rows))
-    print(f"the calls are in {', '.join(callers)}, which is as transformers ships it")
+    print(f"called from {', '.join(callers)}: transformers' own file, as installed")
     if num_packed < len(report.calls):
         print(report)
     if options.plot:
