@@ -6,9 +6,9 @@
     dq4, dk4, dv = bwd(..., q4, k4, v, ...)
     dq = sum(view(dq4, [B, T, H, r, K]), [3])
 
-`repeat_interleave`, `expand` + `reshape` and anything else that reads head h // r is understood (`repeat`, which reads head
-h % H, is not the same and stays). The sum over a group then happens inside the op, in its accumulators: more accurate than
-a sum in a low precision, so not bitwise the same there.
+`repeat_interleave`, `expand` + `reshape` and anything else that reads head h // r is understood (`repeat`, which reads
+head h % H, is not the same and stays). The sum over a group then happens inside the op, in its accumulators: more
+accurate than a sum in a low precision, so not bitwise the same there.
 
 Conditions: every grouped operand is repeated, by the same factor; in the backward every one of their gradients that is
 used goes to the sum over its group and nowhere else; outputs of the forward whose size changes are used by the backward
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 class Read(NamedTuple):
-    """One loop of a tensor, outermost first, over the numbering of what it is read from; stride 0 reads the same again."""
+    """One loop of a tensor over the numbering of what it is read from; stride 0 reads the same again."""
 
     extent: Size
     stride: Size
@@ -165,10 +165,8 @@ def find_repeated(operand: Node) -> Repeated | None:
     strides = contiguous_strides(source_shape)
     reads: list[Read] | None = [Read(n, s) for n, s in zip(source_shape, strides, strict=True) if n != 1]
     for step in reversed(chain):
-        reads = _read_through(step, reads)
-        if reads is None:
-            return None
-    if len(shape) != 4:
+        reads = None if reads is None else _read_through(step, reads)
+    if reads is None or len(shape) != 4:
         return None
     dims = _by_dimension(reads, shape)
     if dims is None:
@@ -213,7 +211,7 @@ def _source_order(source_shape: list[Size], wanted: list[Size], kept: list[list[
 
 
 def find_group_sum(gradient: Node, factor: int) -> Summed | None:
-    """The sum over groups of `factor` heads that a gradient [B,T,H*r,K] goes to, if it goes nowhere else. Looks only."""
+    """The sum over groups of `factor` heads that a gradient [B,T,H*r,K] goes to, if nowhere else. Looks only."""
     form: Placements = (whole(gradient),)
     node = gradient
     while True:
@@ -224,8 +222,12 @@ def find_group_sum(gradient: Node, factor: int) -> Summed | None:
             break
         if user.target not in MOVES:
             return None
-        here, known = node, form
-        moved = MOVES[user.target](user, lambda n, here=here, known=known: known if n is here else (whole(n),))
+        known = {node: form}
+
+        def describe(operand: Node, known: dict[Node, Placements] = known) -> Placements:
+            return known.get(operand) or (whole(operand),)
+
+        moved = MOVES[user.target](user, describe)
         if moved is None or len(moved) != 1 or moved[0].source is not gradient:
             return None
         if not same(product(shape_of(user)), product(shape_of(gradient))):

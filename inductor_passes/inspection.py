@@ -64,12 +64,13 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
 
     Args:
         function: a module, a function, or what `torch.compile` made of one.
-        inputs, keywords: what to call it with. It is traced as for training if a gradient is asked for (grad mode on and
-            a parameter or input that requires grad), and run forward once, uncompiled.
+        inputs, keywords: what to call it with. It is traced as for training if a gradient is asked for (grad mode on
+            and a parameter or input that requires grad), and run forward once, uncompiled.
         strict: raise if a training call is not packed.
 
     Returns:
-        A `Report`: `.calls` with `.packed`, `.reason`, `.detail`, `.location`, `.saved_bytes` each; print it for a table.
+        A `Report`: `.calls` with `.packed`, `.reason`, `.detail`, `.location`, `.saved_bytes` each; print it for a
+        table.
 
     Raises:
         UnpackedCallError: with `strict`, naming the calls. Errors of the function itself pass through.

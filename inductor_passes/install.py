@@ -1,8 +1,8 @@
 """Putting the passes into Inductor's configuration without importing Inductor.
 
-Importing `torch._inductor.config` costs a second, which must not fall on `import gdn_ops`. So where Inductor is not loaded
-yet, a finder on `sys.meta_path` waits for that one module and lets `manager.attach()` run right after its body, before
-anyone can have read the setting. A first call that is already compiled finds the passes in place.
+Importing `torch._inductor.config` costs a second, which must not fall on `import gdn_ops`. So where Inductor is not
+loaded yet, a finder on `sys.meta_path` waits for that one module and lets `manager.attach()` run right after its body,
+before anyone can have read the setting. A first call that is already compiled finds the passes in place.
 """
 
 import importlib.abc

@@ -1,9 +1,9 @@
 """The one object that Inductor sees, in `torch._inductor.config.joint_custom_pre_pass`.
 
 It runs the passes on the joint graph, where the partitioner still can save the row in place of its parts. Its `uuid()`
-covers the passes' sources, the settings and every registered op, so neither the FX graph cache nor AOTAutograd's cache can
-return code that was made by other passes or for other formulas (AOTAutograd's cache does not look at formulas itself).
-Passes that the user has set keep their place and run first.
+covers the passes' sources, the settings and every registered op, so neither the FX graph cache nor AOTAutograd's cache
+can return code that was made by other passes or for other formulas (AOTAutograd's cache does not look at formulas
+itself). Passes that the user has set keep their place and run first.
 """
 
 import functools
@@ -28,9 +28,10 @@ SLOT = "joint_custom_pre_pass"
 WATCH_SLOT = "joint_custom_post_pass"
 
 REMEDY = (
-    "torch._inductor.config.joint_custom_pre_pass was set after inductor_passes was installed, and the new value does not "
-    "contain its pass: {calls} call(s) of {ops} keep the unpacked backward. Set it before importing the package that "
-    "installs the pass, or pass inductor_passes.manager.chain(your_pass), or use torch.compile(backend='gdn')."
+    "torch._inductor.config.joint_custom_pre_pass was set after inductor_passes was installed, and the new value does "
+    "not contain its pass: {calls} call(s) of {ops} keep the unpacked backward. Set it before importing the package "
+    "that installs the pass, or set it to inductor_passes.manager.chain(your_pass), or use "
+    "torch.compile(backend='gdn')."
 )
 
 
@@ -63,19 +64,21 @@ class _Singleton(CustomGraphPass):
 
 
 _this_thread = threading.local()
-"""Inductor calls the pre-pass and then the post-pass of a graph in one thread: `ran` goes from the first to the second."""
+"""Inductor calls a graph's pre-pass and then its post-pass in one thread: `ran` goes from the first to the second."""
 
 
 class PassManager(_Singleton):
     """Runs the passes on a joint (or inference) graph and keeps the report."""
 
     def __call__(self, graph: Graph) -> None:
+        """Rewrite the graph in place and publish what was done."""
         report = pipeline.rewrite_graph(graph)
         _this_thread.ran = True
         if len(report):
             publish(report)
 
     def uuid(self) -> Any:
+        """What Inductor's and AOTAutograd's caches are keyed by."""
         return identity()
 
     def __reduce__(self) -> Any:
@@ -90,6 +93,7 @@ class Watch(_Singleton):
         self._lock = threading.Lock()
 
     def __call__(self, graph: Graph) -> None:
+        """Look whether the manager ran on this graph; changes nothing."""
         ran, _this_thread.ran = getattr(_this_thread, "ran", False), False
         if ran or not settings.current().enabled:
             return
@@ -104,6 +108,7 @@ class Watch(_Singleton):
         log.warning(REMEDY.format(calls=len(sites), ops=names))
 
     def uuid(self) -> Any:
+        """What Inductor's and AOTAutograd's caches are keyed by."""
         return identity()
 
     def __reduce__(self) -> Any:
@@ -117,10 +122,12 @@ class Chain(CustomGraphPass):
         self.passes = tuple(passes)
 
     def __call__(self, graph: Graph) -> None:
+        """Run the passes in order."""
         for one in self.passes:
             one(graph)
 
     def uuid(self) -> Any:
+        """The members' identities, or None if one has none."""
         parts = []
         for one in self.passes:
             part = one.uuid() if isinstance(one, CustomGraphPass) else None
@@ -181,8 +188,9 @@ def attach(config: ModuleType) -> None:
 
 
 def _attach_to(config: ModuleType, slot: str, ours: _Singleton) -> None:
-    # A value set the public way holds in one thread only (torch keeps configuration in context variables since 2.13), but
-    # compilation may start in any. So the default is changed, and a value that the user has set in this thread as well.
+    # A value set the public way holds in one thread only (torch keeps configuration in context variables since 2.13),
+    # but compilation may start in any. So the default is changed, and a value that the user has set in this thread as
+    # well.
     entry = config._config[slot]
     if hasattr(entry, "default"):
         entry.default = _with(entry.default, ours)
@@ -192,7 +200,7 @@ def _attach_to(config: ModuleType, slot: str, ours: _Singleton) -> None:
 
 
 def publish(report: Report) -> None:
-    """Give a report to the log (INFO: the table) and, as an artifact of the compilation, to torch's structured trace."""
+    """Give a report to the log (INFO: the table) and, as an artifact of the compilation, to torch's trace."""
     log.info("%s", report)
     torch._logging.trace_structured(
         "artifact",
@@ -222,4 +230,4 @@ def gdn_backend(
         patches.update(torch._inductor.list_mode_options(mode, kwargs.get("dynamic")))
     patches.update({key.replace("-", "_"): value for key, value in (options or {}).items()})
     patches[SLOT] = _with(patches.get(SLOT, getattr(config, SLOT)), manager)
-    return compile_fx(gm, example_inputs, config_patches=patches)
+    return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[arg-type, return-value]

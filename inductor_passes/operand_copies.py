@@ -9,8 +9,9 @@ The op reads its operands at any strides, and the row is kept for the backward o
 same.
 
 Conditions: the views behind the copy can be made of what was copied, and the last axis stays dense; what was copied is
-computed in this graph (an input of the graph may be changed by the caller between forward and backward); the calls' copies
-together cover at least half of the tensor they come from (else the backward would keep a large tensor for a small copy).
+computed in this graph (an input of the graph may be changed by the caller between forward and backward); the calls'
+copies together cover at least half of the tensor they come from (else the backward would keep a large tensor for a
+small copy).
 """
 
 from dataclasses import dataclass

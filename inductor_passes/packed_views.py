@@ -5,8 +5,8 @@
     row = cat([view(dq), view(dk), view(dv)], -1)      q_layout=[0, D, 1, 0], k_layout=..., v_layout=...)
     dx = mm(row, w)                                dx = mm(drow, w)
 
-Any data movement between the gradients and the row is understood (see `views`), so only what ends up where counts, not how
-it was spelled. Columns that others write (a gate's gradient, say) are written first and the op fills in its own:
+Any data movement between the gradients and the row is understood (see `views`), so only what ends up where counts, not
+how it was spelled. Columns that others write (a gate's gradient, say) are written first and the op fills in its own:
 
     row = as_strided_scatter(empty([B, T, W]), dz, ...)
     drow = auto_functionalized_v2(bwd_row_, row=row, ...)
@@ -91,7 +91,8 @@ class RowPlan:
     """One backward call and the row it shall write.
 
     root: the node that is the row; layouts: [offset, stride_group, group_len, stride_in_group] by operand;
-    before, after: columns of others that do not, or do, depend on the call; left: operands that are not packed, with why.
+    before, after: columns of others that do not, or do, depend on the call; left: operands that are not packed, with
+    why.
     """
 
     variant: PackedVariant
@@ -433,7 +434,7 @@ def _why_none(flow: _Flow, refused: list[Left]) -> Left:
     places = "; ".join(f"{name}: {describe_use(user)}" for name, user in sorted(ends.items()))
     if (
         len(ends) > 1
-        and len({user for user in ends.values()}) == len(ends)
+        and len(set(ends.values())) == len(ends)
         and all(user.target in _CONSUMERS for user in ends.values())
     ):
         return Left("separate_rows", f"each gradient goes to a place of its own ({places})")

@@ -56,8 +56,9 @@ def find_calls(graph: Graph) -> list[CallSite]:
 def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     """Run the passes on a joint, forward or backward graph, in place, and say what became of every registered call.
 
-    A plain function of the graph: use it in any compiler that gives you an aten graph with fake values in `meta["val"]`,
-    for instance in the partition function of an AOTAutograd backend. The caller recompiles the graph module.
+    A plain function of the graph: use it in any compiler that gives you an aten graph with fake values in
+    `meta["val"]`, for instance in the partition function of an AOTAutograd backend. The caller recompiles the graph
+    module.
 
     Raises UnpackedCallError in strict mode.
     """

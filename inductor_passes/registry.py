@@ -7,11 +7,12 @@ An owner of an op that takes q, k, v (any names, any number) and has a backward 
 - `bwd_row(<as bwd>, *, int row_width, int[] <operand>_layout ..., bool zero_init=False) -> (drow, dq, dk, dv, ...)`:
   the same backward. A gradient whose layout is not empty goes into drow [B,T,row_width] and its own output has zero
   rows. Columns of drow that no gradient covers are undefined, or zero with zero_init.
-- `bwd_row_(<as bwd>, *, Tensor(a!) row, int[] <operand>_layout ...) -> (dq, dk, dv, ...)`: the same, into columns of a row
-  [B,T,W] that also holds what others wrote. May be left out.
+- `bwd_row_(<as bwd>, *, Tensor(a!) row, int[] <operand>_layout ...) -> (dq, dk, dv, ...)`: the same, into columns of a
+  row [B,T,W] that also holds what others wrote. May be left out.
 
-Operands are [B,T,H,D]. A layout is [] or [offset, stride_group, group_len, stride_in_group], in elements: head h lies at
-offset + (h // group_len) * stride_group + (h % group_len) * stride_in_group of its token's row, its D channels dense.
+Operands are [B,T,H,D]. A layout is [] or [offset, stride_group, group_len, stride_in_group], in elements: head h lies
+at offset + (h // group_len) * stride_group + (h % group_len) * stride_in_group of its token's row, its D channels
+dense.
 """
 
 import threading

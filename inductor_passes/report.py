@@ -113,7 +113,7 @@ def _in_units(count: int) -> str:
 
 
 def saved_bytes(gradients: list[Node]) -> int:
-    """Bytes that packing these gradients saves: each element is read and written once less. Symbolic sizes: their hints."""
+    """Bytes that packing these gradients saves: a read and a write of each element (symbolic sizes: their hints)."""
     total = 0
     for node in gradients:
         value = node.meta["val"]

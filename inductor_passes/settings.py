@@ -21,9 +21,9 @@ from dataclasses import dataclass, fields, replace
 class Settings:
     """What the passes may do. All of it is part of the compile-cache key.
 
-    enabled: rewrite at all; grouped_heads: fold repeated heads (not bitwise in low precision: the sum over a group moves
-    into the op); fold_norm: fold an L2 norm in front of the op into the op's own (not bitwise); remove_copies: drop
-    copies in front of the op; strict: raise `UnpackedCallError` where a training call is left unpacked.
+    enabled: rewrite at all; grouped_heads: fold repeated heads (not bitwise in low precision: the sum over a group
+    moves into the op); fold_norm: fold an L2 norm in front of the op into the op's own (not bitwise); remove_copies:
+    drop copies in front of the op; strict: raise `UnpackedCallError` where a training call is left unpacked.
     """
 
     enabled: bool = True

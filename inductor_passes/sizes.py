@@ -21,7 +21,7 @@ def size(value: int | torch.SymInt | Node) -> Size:
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
         return _tidy(value.node.expr)
-    return int(value)
+    return int(value)  # type: ignore[arg-type]
 
 
 def shape_of(node: Node) -> list[Size]:
@@ -120,7 +120,7 @@ def _is_nonnegative_symbolic(a: sympy.Expr) -> bool:
 
 
 def has_unbacked(a: Size) -> bool:
-    """A symbol in it is known to the data only (as an extent it is at least 0; torch names such symbols u0, u1, ...)."""
+    """A symbol in it is known to the data only (torch names these u0, u1, ...; as an extent one is at least 0)."""
     return not isinstance(a, int) and any(str(symbol).startswith("u") for symbol in a.free_symbols)
 
 

@@ -5,8 +5,8 @@ A tensor that only moves data is described by placements in the row-major number
     element  offset + sum(i_a * stride_a)   holds   element (i_0, i_1, ...) of `source`
 
 and everything no placement covers is zero. A view that keeps the numbering (view, unsqueeze, clone, ...) keeps the
-description, which is why it does not matter how user code spells a split: cat, slice_scatter, select_scatter, pad, stack
-and sums of disjoint scatters all end as the same placements. Moves that change the numbering (permute, cat, ...)
+description, which is why it does not matter how user code spells a split: cat, slice_scatter, select_scatter, pad,
+stack and sums of disjoint scatters all end as the same placements. Moves that change the numbering (permute, cat, ...)
 take a placement apart into coordinates of the shape, move those, and number them again.
 
 This file only describes; it edits nothing and asks nothing of the shape environment.
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class Axis(NamedTuple):
-    """One loop over a source: `extent` elements, `stride` apart in the destination, along dimension `dim` of the source."""
+    """One loop along dimension `dim` of a source: `extent` elements, `stride` apart in the destination."""
 
     extent: Size
     stride: Size
@@ -86,8 +86,8 @@ def whole(node: Node) -> Placement:
 def to_coordinates(placement: Placement, shape: Sequence[Size]) -> Coordinates | None:
     """Take a placement in the numbering of `shape` apart into coordinates, or None where that cannot be proved right.
 
-    The search below may guess; the last check makes it sound: all coordinates lie inside the shape, and a number has only
-    one such representation.
+    The search below may guess; the last check makes it sound: all coordinates lie inside the shape, and a number has
+    only one such representation.
     """
     numbering = contiguous_strides(list(shape))
     live = [dim for dim, extent in enumerate(shape) if extent != 1]
@@ -329,7 +329,7 @@ def _stack(node: Node, describe: Describe) -> Placements | None:
     shape = shape_of(node)
     dim = int(a["dim"]) % len(shape)  # type: ignore[call-overload]
     moved: list[Placement] = []
-    for index, source in enumerate(a["tensors"]):  # type: ignore[arg-type]
+    for index, source in enumerate(a["tensors"]):  # type: ignore[arg-type, var-annotated]
         placed = _place_select(source, describe, shape, dim, index)
         if placed is None or source.meta["val"].dtype != node.meta["val"].dtype:
             return None
@@ -489,7 +489,7 @@ def is_zero(node: Node) -> bool:
         if node.target in _ZEROS:
             return True
         if node.target in _FULL:
-            return node.args[_FULL[node.target]] == 0  # type: ignore[index]
+            return bool(node.args[_FULL[node.target]] == 0)  # type: ignore[index]
         # An expanded scalar zero is as zero as the scalar, so shapes need not agree here.
         if MOVES.get(node.target) not in (_keep_numbering, _permute) or not isinstance(node.args[0], Node):
             return False
