@@ -1,0 +1,52 @@
+"""The correctness gate: no figure of a provider whose results are wrong is printed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_ops import reference
+from gdn_ops.bench import scopes
+from gdn_ops.bench.cases import Case, make_data, reduced
+from gdn_ops.bench.providers import Provider, split
+
+RELATIVE_RMS = 1e-2
+"""||found - expected|| / ||expected|| of any result, in half precision; 1e-4 in float32."""
+
+MAX_ABS = 2e-2
+"""Largest error as a part of the largest expected value, in half precision; 1e-3 in float32."""
+
+
+def errors(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Relative root mean square error and largest error over the largest expected value; NaN never passes."""
+    found, expected = found.double(), expected.double()
+    difference = found - expected
+    rms = (difference.norm() / expected.norm().clamp(min=1e-30)).item()
+    largest = (difference.abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    return rms, largest
+
+
+def check(case: Case, provider: Provider, device: str) -> str | None:
+    """Compare the output and every gradient with the float64 recurrence at few tokens; None, or what is wrong."""
+    small = reduced(case)
+    data = make_data(small, device, seed=11)
+    assert provider.call is not None
+    prepared = scopes.row(small, data, provider, "plain", compiled=False, recompute=False)
+    o = prepared.forward()
+    prepared.backward(o)
+    found: dict[str, Any] = dict(zip(("drow", "dg", "dbeta"), prepared.gradients(), strict=True))
+    found["o"] = o.detach()
+    row, g, beta = (x.detach().double().requires_grad_() for x in (data.row, data.g, data.beta))
+    right, _ = reference.chunk_gated_delta_rule(
+        *split(small, row), g, beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm, cu_seqlens=data.cu_seqlens
+    )
+    right.backward(data.do.double())
+    expected = {"o": right.detach(), "drow": row.grad, "dg": g.grad, "dbeta": beta.grad}
+    strict = case.dtype in (torch.float32, torch.float64)
+    bounds = (1e-4, 1e-3) if strict else (RELATIVE_RMS, MAX_ABS)
+    for name, x in expected.items():
+        assert x is not None
+        rms, largest = errors(found[name], x)
+        if not (rms <= bounds[0] and largest <= bounds[1]):
+            return f"{name}: relative RMS {rms:.1e} (limit {bounds[0]:g}), largest {largest:.1e} (limit {bounds[1]:g})"
+    return None

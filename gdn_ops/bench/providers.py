@@ -1,0 +1,106 @@
+"""Who is measured: this package and, where they are importable, the libraries that users have today."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gdn_ops
+from gdn_ops import settings
+from gdn_ops.bench.cases import Case, Data
+
+Run = Callable[[Data], Tensor]
+"""Forward of one form: data (its row or its parts require grad) -> output."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A library's call on q, k, v [B,T,H,D]; `missing` says why it cannot be measured here."""
+
+    name: str
+    call: Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor] | None
+    missing: str | None = None
+
+
+def split(case: Case, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as plain user code takes them out of a row."""
+    width = case.num_qk_heads * case.head_dim
+    q, k, v = row.split([width, width, case.num_v_heads * case.head_dim], dim=-1)
+    return (
+        q.unflatten(-1, (case.num_qk_heads, case.head_dim)),
+        k.unflatten(-1, (case.num_qk_heads, case.head_dim)),
+        v.unflatten(-1, (case.num_v_heads, case.head_dim)),
+    )
+
+
+def _ours(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return gdn_ops.chunk_gated_delta_rule(
+        q, k, v, data.g, data.beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm, cu_seqlens=data.cu_seqlens
+    )[0]
+
+
+def _with_backend(backend: str) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
+    def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with settings.configure(backend=backend):
+            return _ours(case, data, q, k, v)
+
+    return call
+
+
+def _chunk_gated_delta_rule_of(module: Any) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
+    def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module.chunk_gated_delta_rule(
+            q, k, v, data.g, data.beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm, cu_seqlens=data.cu_seqlens
+        )[0]
+
+    return call
+
+
+def _attention_gym_of(module: Any) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
+    def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.use_qk_l2norm:
+            q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+        return module.chunk_gdn(q, k, v, data.g, data.beta, cu_seqlens=data.cu_seqlens)[0]
+
+    return call
+
+
+def _transformers_of(module: Any) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
+    def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = case.num_v_heads // case.num_qk_heads
+        q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
+        function = module.torch_chunk_gated_delta_rule
+        return function(q, k, v, g=data.g, beta=data.beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm)[0]
+
+    return call
+
+
+_MODULES = {
+    "fla": ("fla.ops.gated_delta_rule", _chunk_gated_delta_rule_of),
+    "qla": ("flash_qla", _chunk_gated_delta_rule_of),
+    "gym": ("attn_gym.linear", _attention_gym_of),
+    "transformers": ("transformers.models.qwen3_5.modeling_qwen3_5", _transformers_of),
+}
+
+NAMES = ("ours", "ours-triton", "ours-hopper", *_MODULES)
+"""ours: the backend that the package chooses; fla: flash-linear-attention (FLA_FLASH_QLA=0 keeps it on its own
+kernels); qla: FlashQLA; gym: attention-gym; transformers: its pure torch function."""
+
+
+def provider(name: str, case: Case) -> Provider:
+    """The provider of a name; never raises for one that is not installed or cannot take the case."""
+    if name == "ours":
+        return Provider(name, _ours)
+    if name in ("ours-triton", "ours-hopper"):
+        return Provider(name, _with_backend(name.removeprefix("ours-")))
+    path, make = _MODULES[name]
+    if name == "transformers" and case.documents is not None:
+        return Provider(name, None, "has no variable-length documents")
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        return Provider(name, None, f"not importable ({error})")
+    return Provider(name, make(module))

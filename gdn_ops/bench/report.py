@@ -1,0 +1,155 @@
+"""Results as rows, a text table, JSON and a chart."""
+
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdn_ops.bench.cases import Case, work
+from gdn_ops.bench.measure import Ceilings, Timing
+from gdn_ops.version import __version__
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured line. Milliseconds; peak in bytes beyond the inputs; host in microseconds for one step."""
+
+    case: str
+    provider: str
+    scope: str
+    form: str
+    mode: str
+    forward: Timing
+    backward: Timing
+    step: Timing
+    wall_ms: float
+    host_us: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What was asked for and not measured, and why."""
+
+    case: str
+    provider: str
+    scope: str
+    form: str
+    mode: str
+    reason: str
+
+
+def _commit() -> str:
+    """The checkout's commit, with "+" if files differ from it; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if changed else "")
+
+
+def header(device: str) -> dict[str, str]:
+    """Where and with what the figures were measured."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    name = torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": name,
+        "gdn_ops": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "python": platform.python_version(),
+    }
+
+
+def _cell(timing: Timing) -> str:
+    return f"{timing.median:.3f} ({timing.low:.3f}-{timing.high:.3f})"
+
+
+def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> str:
+    """The results as text: times, peak memory, and how they stand to the measured ceilings."""
+    lines = [
+        ("case", "provider", "scope", "form", "mode", "forward ms", "backward ms", "step ms", "wall ms", "host us")
+        + ("peak MB", "GB/s", "TFLOP/s", "floor/step")
+    ]
+    for r in results:
+        needed = work(cases[r.case])["step"]
+        floor = max(needed.bytes / limits.bytes_per_s, needed.flops / limits.flops_per_s) * 1e3
+        lines.append(
+            (r.case, r.provider, r.scope, r.form, r.mode)
+            + tuple(_cell(x) for x in (r.forward, r.backward, r.step))
+            + (
+                f"{r.wall_ms:.3f}",
+                "-" if r.host_us is None else f"{r.host_us:.0f}",
+                "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}",
+                f"{needed.bytes / r.step.median / 1e6:.0f}",
+                f"{needed.flops / r.step.median / 1e9:.1f}",
+                f"{floor / r.step.median:.2f}",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def as_json(
+    top: dict[str, str], limits: Ceilings, results: list[Result], skipped: list[Skipped], command: str
+) -> dict[str, Any]:
+    """Everything, for a file."""
+    return {
+        "header": top,
+        "command": command,
+        "ceilings": asdict(limits),
+        "results": [asdict(r) for r in results],
+        "skipped": [asdict(s) for s in skipped],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `as_json` to a file."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_chart(path: Path, results: list[Result], top: dict[str, str]) -> None:
+    """Bars of forward and backward per line, one panel a case. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(r.case for r in results))
+    figure, panels = pyplot.subplots(
+        len(names), 1, figsize=(9, 1 + 0.4 * len(results) + 0.8 * len(names)), squeeze=False, layout="constrained",
+        height_ratios=[1 + sum(r.case == name for r in results) for name in names],
+    )  # fmt: skip
+    for name, panel in zip(names, panels[:, 0], strict=True):
+        rows = [r for r in results if r.case == name][::-1]
+        labels = [f"{r.provider} {r.scope} {r.form} {r.mode}" for r in rows]
+        panel.barh(labels, [r.forward.median for r in rows], color="#4477aa", label="forward")
+        panel.barh(
+            labels, [r.backward.median for r in rows], left=[r.forward.median for r in rows], color="#ee8866",
+            label="backward",
+        )  # fmt: skip
+        panel.set_title(name, loc="left", fontsize=10)
+        panel.set_xlabel("ms")
+        panel.legend(frameon=False, fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{top['device']}, torch {top['torch']}, triton {top['triton']}, {top['date']}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
