@@ -294,11 +294,13 @@ def chunk_bwd(
     dbeta = _dot(du - _mm(strict.transpose(-1, -2), dv), y - _mm(strict, updates))
 
     # The running sum G: exp(G_i - G_j) in the scores and in N, e^G at the state, e^(GC-G) at the update, e^GC.
+    # Each of these terms enters once with either sign, so the reversed sum cancels them: exactly, in float64.
     weight = dscores * _grouped(_mm(c.q, c.k.transpose(-1, -2)), heads) + dkk * _grouped(c.kk, heads)
-    at_end = _dot(dk_end, k)
-    dsums = weight.sum(-1) - weight.sum(-2) + _dot(dq_state, q) + _dot(dk_start, k) - at_end
-    dsums[..., -1] += at_end.sum(-1) + c.e_all * (states * dstates).sum(-1).sum(-1)
-    ddecay = dsums.flip(-1).cumsum(-1).flip(-1)
+    weight, at_end = weight.double(), _dot(dk_end, k).double()
+    at_start = (_dot(dq_state, q) + _dot(dk_start, k)).double()
+    dsums = weight.sum(-1) - weight.sum(-2) + at_start - at_end
+    dsums[..., -1] += at_end.sum(-1) + (c.e_all * _dot(states, dstates).sum(-1)).double()
+    ddecay = dsums.flip(-1).cumsum(-1).flip(-1).to(acc)
 
     shape = (B, T)
     dg = ddecay
