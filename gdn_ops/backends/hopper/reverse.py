@@ -85,6 +85,15 @@ def _consume(
     OPERAND_MC: gl.constexpr = gl.DotOperandLayout(0, L_MC, 2)
     OPERAND_MK: gl.constexpr = gl.DotOperandLayout(0, L_MK, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # [warp, row, token] with a thread's rows in its registers: the accumulators' layout, whose rows lie across lanes,
+    # with rows and tokens exchanged. Adding up rows after that exchange takes a third of the shuffles.
+    L_WRC: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 8, 64],
+    )
     zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
     dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
     dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
@@ -146,7 +155,8 @@ def _consume(
             gl.store(at, dv_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
         # sum_v dv v: each warp adds up its own 16 rows; `epilogue` adds the eight warps' sums.
         v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
-        sum_WC = gl.sum(gl.reshape(dv_MC * v_MC, [4, _M // 4, _C]), 1)
+        pairs_WRC = gl.sum(gl.reshape(dv_MC * v_MC, [4, 2, 8, _C]), 1)
+        sum_WC = gl.sum(gl.convert_layout(pairs_WRC, L_WRC), 1)
         L_WC: gl.constexpr = sum_WC.type.layout
         warp = half * 4 + gl.arange(0, 4, gl.SliceLayout(1, L_WC))
         at_C = gl.arange(0, _C, gl.SliceLayout(0, L_WC))
