@@ -40,11 +40,12 @@ class Size:
     tokens: int
     dtype: torch.dtype
     learning_rate: float
+    tolerance: float  # of the loss, patched against unpatched, after the first few steps
 
 
 SIZES = {
-    "cpu": Size(128, 4, 4, 2, 4, 32, 4, 256, torch.float32, 3e-3),
-    "cuda": Size(1024, 8, 8, 8, 16, 128, 4, 4096, torch.bfloat16, 5e-4),
+    "cpu": Size(128, 4, 4, 2, 4, 32, 4, 256, torch.float32, 3e-3, 1e-3),
+    "cuda": Size(1024, 8, 8, 8, 16, 128, 4, 4096, torch.bfloat16, 5e-4, 5e-2),
 }
 
 
@@ -101,8 +102,6 @@ def _run(options: argparse.Namespace) -> int:
     if device.type == "cuda":
         # cuBLAS is deterministic only with a fixed workspace; it reads this when it first starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     text = standard_library_text()
     batches = _batches(text, batch, tokens, options.seed, device)
     data = [next(batches) for _ in range(options.steps)]
@@ -139,6 +138,9 @@ def _patched(
     tqdm: Any,
 ) -> int:
     """Train the patched model compiled, then compare the pass on with the pass off; returns the exit status."""
+    # Bits are compared below, so everything around the ops has to be reproducible too (an embedding's gradient, say).
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     step_on = torch.compile(_loss_with_pass, fullgraph=True)
     step_off = torch.compile(_loss_without_pass, fullgraph=True)
     losses = _train(model, step_on, data, size, tqdm, "patched, compiled")
@@ -172,6 +174,9 @@ def _patched(
         _draw(options.plot, losses, unpatched)
         print(f"loss drawn in {options.plot}")
     failures = []
+    largest = max(abs(a - b) for a, b in zip(unpatched, losses, strict=False))
+    if not largest <= size.tolerance:
+        failures.append(f"losses of the patched and the unpatched model differ by {largest:.1e}")
     if differing:
         failures.append(f"gradients differ with the pass on and off: {', '.join(differing)}")
     if num_packed != len(report.calls) or on_count != num_packed or off_count:

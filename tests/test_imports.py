@@ -14,7 +14,7 @@ PACKAGES = ("gdn_ops", "inductor_passes")
 # Each module's layer: a module may import its own layer's folder and every lower layer named for it, nothing else.
 # Written as the set of this project's modules that it may import ("x.*" is a folder).
 FOUNDATION = ["gdn_ops.shapes", "gdn_ops.outputs", "gdn_ops.settings", "gdn_ops.counters", "gdn_ops.version"]
-PUBLIC = ["gdn_ops", "gdn_ops.functional", "gdn_ops.reference", "gdn_ops.context_parallel.*"]
+PUBLIC = ["gdn_ops", "gdn_ops.functional", "gdn_ops.reference", "gdn_ops.memory", "gdn_ops.context_parallel.*"]
 ALLOWED = {
     "gdn_ops.version": [],
     "gdn_ops.counters": [],
@@ -30,11 +30,15 @@ ALLOWED = {
     "gdn_ops.ops": [*FOUNDATION, "gdn_ops.checks"],
     "gdn_ops.packing": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.ops", "inductor_passes.*"],
     "gdn_ops.autograd": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.ops", "gdn_ops.packing"],
-    "gdn_ops.functional": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing"],
+    "gdn_ops.functional": [
+        *FOUNDATION,
+        *("gdn_ops.checks", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.context_parallel.*"),
+    ],
     "gdn_ops.context_parallel.*": [
         *FOUNDATION,
         *("gdn_ops.checks", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.context_parallel.*"),
     ],
+    "gdn_ops.memory": FOUNDATION,
     "gdn_ops.testing": [*FOUNDATION, *PUBLIC],
     "gdn_ops.integrations.*": [*PUBLIC, "gdn_ops.integrations.*"],
     "gdn_ops.demo": [*PUBLIC, "gdn_ops.integrations.*", "inductor_passes.*"],
@@ -49,14 +53,15 @@ ALLOWED = {
     + ["inductor_passes.*"],
     "gdn_ops": [
         *FOUNDATION,
-        *("gdn_ops.functional", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.ops", "inductor_passes.*"),
+        *("gdn_ops.functional", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.ops", "gdn_ops.memory"),
+        "inductor_passes.*",
     ],
     # The passes know nothing of GDN.
     "inductor_passes.*": ["inductor_passes.*"],
 }
 # Optional packages, each imported only in its own folder or file.
 ONLY_IN = {
-    "triton": ["gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*"],
+    "triton": ["gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*", "gdn_ops.bench.report"],  # report: its version
     "transformers": ["gdn_ops.integrations.transformers", "gdn_ops.demo", "gdn_ops.bench.*"],
     "tqdm": ["gdn_ops.demo", "gdn_ops.bench.*"],
     "matplotlib": ["gdn_ops.demo", "gdn_ops.bench.*"],
