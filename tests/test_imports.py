@@ -52,6 +52,7 @@ ALLOWED = {
     ]
     + ["inductor_passes.*"],
     "gdn_ops": [
+        "gdn_ops.context_parallel.*",
         *FOUNDATION,
         *("gdn_ops.functional", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.ops", "gdn_ops.memory"),
         "inductor_passes.*",
