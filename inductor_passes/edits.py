@@ -1,5 +1,6 @@
 """Making nodes: every new node carries a fake value and the tags of the node that it stands in for."""
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +26,12 @@ def call(graph: Graph, like: Node, target: Any, args: Sequence[Any] = (), kwargs
     """
     node = graph.call_function(target, tuple(args), kwargs or {})
     node.meta = {key: value for key, value in like.meta.items() if key not in _OWN_META}
-    update_value(node, keep_inputs="eager_input_vals" in like.meta)
+    update_value(node, like=like, keep_inputs="eager_input_vals" in like.meta)
     return node
 
 
-def update_value(node: Node, keep_inputs: bool | None = None) -> None:
-    """Run the node on the fake values of its inputs and keep the result as its value.
+def update_value(node: Node, like: Node | None = None, keep_inputs: bool | None = None) -> None:
+    """Run the node on the fake values of its inputs (in `like`'s fake mode if it has none), and keep the result.
 
     keep_inputs: also keep the inputs, whose strides Inductor then holds for ops that ask for exact strides.
     """
@@ -38,11 +39,10 @@ def update_value(node: Node, keep_inputs: bool | None = None) -> None:
     if node.target is operator.getitem:
         node.meta["val"] = args[0][args[1]]
         return
-    modes = [x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-    if modes:
-        with modes[0]:
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-    else:
+    known = (args, kwargs, None if like is None else like.meta["val"])
+    modes = [x.fake_mode for x in tree_leaves(known) if isinstance(x, FakeTensor)]
+    # Without a mode the call would be real: sizes alone may be computed so, tensors must not be.
+    with modes[0] if modes else contextlib.nullcontext():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
     if keep_inputs if keep_inputs is not None else "eager_input_vals" in node.meta:
         node.meta["eager_input_vals"] = (args, kwargs)

@@ -220,15 +220,14 @@ def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]
     # A lone gradient saves its own copy, but zeros have to be written around it where nothing else is.
     full = (best.before or best.after) and not best.uncovered
     worth = len(best.layouts) > 1 or full or 2 * _width(best, gradients) >= best.row_width
-    if not worth:
-        name = next(iter(best.layouts))
-        others = _why_none(flow, refused)
-        if others.reason not in ("nothing_to_save", "split_elsewhere"):
-            return others
-        return Left("nothing_to_save", f"only the gradient of {name} ends in this row")
     known = {*best.layouts, *(left.operand for left in best.left)}
     missing = [_why_not(flow, name) for name in gradients.values() if name not in known]
-    return replace(best, left=(*best.left, *missing))
+    left = (*best.left, *missing)
+    if not worth:
+        alone = next(iter(best.layouts))
+        first = next((f"; {part.detail}" for part in left), "")
+        return Left(left[0].reason if left else "nothing_to_save", f"only {alone}'s gradient would be packed{first}")
+    return replace(best, left=left)
 
 
 def _width(plan: RowPlan, gradients: dict[Node, str]) -> int:
@@ -240,12 +239,23 @@ def _width(plan: RowPlan, gradients: dict[Node, str]) -> int:
     )
 
 
+def _code(source: Node, user: Node) -> str:
+    """The reason code of a gradient that stops being mere data movement at `user`."""
+    if user.target in _COPY_PRECISION:
+        return "cast_between"
+    if user.target is aten.add.Tensor:
+        return "overlap"
+    if user.target in MOVES:
+        known = all(isinstance(extent, int) for extent in shape_of(source)[2:])
+        return "not_token_rows" if known else "dynamic_row_width"
+    return "computed_between"
+
+
 def _why_not(flow: _Flow, name: str) -> Left:
     """Why one operand's gradient is not in a row that others are in."""
     for source, user in flow.stops:
         if any(flow.gradients.get(placement.source) == name for placement in flow.describe(source)):
-            code = "cast_between" if user.target in _COPY_PRECISION else "computed_between"
-            return Left(code, f"the gradient of {name} goes through {describe_use(user)} first", name)
+            return Left(_code(source, user), f"the gradient of {name} goes through {describe_use(user)} first", name)
     return Left("separate_rows", f"the gradient of {name} does not reach the row", name)
 
 
@@ -420,15 +430,18 @@ def _why_none(flow: _Flow, refused: list[Left]) -> Left:
             if left.reason == code:
                 return left
     ends: dict[str, Node] = {}
+    sources: dict[str, Node] = {}
     for source, user in flow.stops:
         for placement in flow.describe(source):
             if placement.source in flow.gradients:
                 ends.setdefault(flow.gradients[placement.source], user)
+                sources.setdefault(flow.gradients[placement.source], source)
     if not ends:
         return Left("split_elsewhere", "the gradients are not used in this graph")
-    casts = [name for name, user in ends.items() if user.target in _COPY_PRECISION]
-    if casts:
-        return Left("cast_between", "the dtype changes between the split and the op for " + ", ".join(casts))
+    for name, user in ends.items():
+        code = _code(sources[name], user)
+        if code != "computed_between":
+            return Left(code, f"the gradient of {name} goes through {describe_use(user)} first")
     if all(user.op == "output" for user in ends.values()):
         return Left("split_elsewhere", "the gradients leave the graph one by one: the split is in another graph")
     places = "; ".join(f"{name}: {describe_use(user)}" for name, user in sorted(ends.items()))

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -15,6 +16,9 @@ from inductor_passes.packed_views import Left, RowPlan, conflicts, find_packed_r
 from inductor_passes.registry import PackedVariant
 from inductor_passes.report import CallReport, Report, UnpackedCallError, location, saved_bytes
 from inductor_passes.settings import Settings
+from inductor_passes.views import MOVES
+
+__all__ = ["MOVES", "CallSite", "counters", "find_calls", "observers", "rewrite_graph"]
 
 log = logging.getLogger("inductor_passes")
 
@@ -31,6 +35,18 @@ class CallSite:
     bwds: list[Node]
     grouped_heads: bool = False
     copies_removed: int = 0
+
+
+observers: list[Callable[[Graph, str], None]] = []
+"""Called with every graph that has registered calls, and "before" or "after"."""
+
+
+def _show(graph: Graph, stage: str) -> None:
+    """Graphs before and after, for the debug log and whoever observes."""
+    for observer in observers:
+        observer(graph, stage)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("graph %s the passes:\n%s", stage, graph)
 
 
 def find_calls(graph: Graph) -> list[CallSite]:
@@ -66,9 +82,10 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     sites = find_calls(graph)
     if not sites:
         return Report()
-    started = time.perf_counter()
     if not options.enabled:
         return Report(tuple(_plain_report(site, "disabled") for site in sites))
+    started = time.perf_counter()
+    _show(graph, "before")
     changed = False
     for site in sites:
         if options.grouped_heads:
@@ -87,6 +104,7 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
         restore_order(graph)
         graph.eliminate_dead_code()
         graph.lint()
+        _show(graph, "after")
     counters["graphs"] += 1
     counters["packed"] += report.packed
     counters["grouped_heads"] += sum(site.grouped_heads for site in sites)

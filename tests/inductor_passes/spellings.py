@@ -359,6 +359,11 @@ def k_is_q(row):
     return q, q, v
 
 
+@spelling(packed="v", reason="packed_partly")
+def overlapping_slices(row):
+    return heads(row[..., :QW], row[..., K : QW + K], row[..., 2 * QW :])
+
+
 @spelling(packed="qk", reason="packed_partly", exact=False)
 def v_from_elsewhere(row):
     q, k, v = heads(*parts(row))

@@ -1,0 +1,284 @@
+"""The manager in Inductor's configuration: installation, chaining, cache keys, switches, the dropped-pass message."""
+
+import copy
+import dataclasses
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
+
+import inductor_passes
+from inductor_passes import manager, registry
+from inductor_passes.settings import Settings, current, read_settings
+from tests.inductor_passes.spellings import SPELLINGS, Layer, make_input, train_step
+from tests.inductor_passes.toy_attention import VARIANT
+
+ROOT = Path(__file__).resolve().parents[2]
+SLICING = SPELLINGS["slicing"]
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    """Start from an installed manager and fresh compilations; leave no setting behind."""
+    inductor_passes.install()
+    torch._dynamo.reset()
+    with inductor_config.patch(joint_custom_pre_pass=manager.manager, joint_custom_post_pass=manager.watch):
+        yield
+
+
+class Mine(CustomGraphPass):
+    """A user's own pass that only counts its calls."""
+
+    def __init__(self, name="mine"):
+        self.name, self.calls = name, 0
+
+    def __call__(self, graph):
+        self.calls += 1
+
+    def uuid(self):
+        return self.name
+
+
+def train(*, seed=0, **compile_options):
+    torch.manual_seed(seed)
+    layer = Layer(SLICING)
+    before = inductor_passes.counters["packed"]
+    with fresh_cache():
+        results = train_step(torch.compile(layer, **compile_options), layer, make_input(SLICING))
+    return results, inductor_passes.counters["packed"] - before
+
+
+def test_plain_compile_packs_and_gives_the_same_bits():
+    on, packed = train()
+    assert packed == 1
+    torch._dynamo.reset()
+    with inductor_passes.disabled():
+        off, packed = train()
+    assert packed == 0
+    for a, b in zip(off, on, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_users_pass_set_before_keeps_its_place():
+    mine = Mine()
+    with inductor_config.patch(joint_custom_pre_pass=mine):
+        manager.attach(inductor_config)
+        chained = inductor_config.joint_custom_pre_pass
+        assert chained.passes == (mine, manager.manager)
+        manager.attach(inductor_config)
+        assert inductor_config.joint_custom_pre_pass is chained, "attaching twice adds nothing"
+        assert train()[1] == 1
+    assert mine.calls == 1
+
+
+def test_users_list_of_passes_is_chained():
+    first, second = Mine("first"), Mine("second")
+    with inductor_config.patch(joint_custom_pre_pass=[first, second]):
+        manager.attach(inductor_config)
+        assert inductor_config.joint_custom_pre_pass.passes == (first, second, manager.manager)
+
+
+def test_users_passes_in_every_slot():
+    slots = [
+        "joint_custom_pre_pass",
+        "joint_custom_post_pass",
+        "post_grad_custom_pre_pass",
+        "post_grad_custom_post_pass",
+    ]
+    passes = {slot: Mine(slot) for slot in slots}
+    with inductor_config.patch(passes):
+        manager.attach(inductor_config)
+        assert train()[1] == 1
+    assert {slot: one.calls > 0 for slot, one in passes.items()} == dict.fromkeys(slots, True)
+
+
+def test_dropped_pass_is_said_once_with_the_remedy(caplog):
+    mine = Mine()
+    watch = manager.Watch()
+    with inductor_config.patch(joint_custom_post_pass=watch), caplog.at_level(logging.WARNING, "inductor_passes"):
+        _, packed = train(options={"joint_custom_pre_pass": mine})
+        torch._dynamo.reset()
+        train(options={"joint_custom_pre_pass": mine})
+    assert packed == 0
+    assert mine.calls == 2
+    (record,) = caplog.records
+    assert "toy::attention" in record.getMessage()
+    assert "inductor_passes.manager.chain(your_pass)" in record.getMessage()
+
+
+def test_the_remedy_works(caplog):
+    mine = Mine()
+    with caplog.at_level(logging.WARNING, "inductor_passes"):
+        assert train(options={"joint_custom_pre_pass": manager.chain(mine)})[1] == 1
+    assert mine.calls == 1
+    assert not caplog.records
+
+
+def test_gdn_backend_composes_with_options_and_mode():
+    mine = Mine()
+    _, packed = train(backend="gdn", options={"joint_custom_pre_pass": mine, "epilogue-fusion": False})
+    assert (packed, mine.calls) == (1, 1)
+    torch._dynamo.reset()
+    assert train(backend="gdn", mode="max-autotune-no-cudagraphs")[1] == 1
+
+
+def test_compilation_in_another_thread_packs():
+    # torch keeps configuration in context variables: what one thread sets, another does not see.
+    packed = []
+
+    def work():
+        with inductor_config.patch(fx_graph_cache=False):
+            packed.append(train(seed=1)[1])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert packed == [1]
+
+
+def test_disabled_holds_in_its_thread_only():
+    seen = []
+    with inductor_passes.disabled():
+        thread = threading.Thread(target=lambda: seen.append(current().enabled))
+        thread.start()
+        thread.join()
+        assert not current().enabled
+    assert seen == [True]
+    assert current().enabled
+
+
+def test_disable_and_enable_hold_for_the_process():
+    inductor_passes.disable()
+    try:
+        assert train()[1] == 0
+    finally:
+        inductor_passes.enable()
+    torch._dynamo.reset()
+    assert train()[1] == 1
+
+
+def test_strict_raises():
+    torch.manual_seed(0)
+    layer = Layer(SPELLINGS["silu_after"])
+    compiled = torch.compile(layer)
+    with inductor_passes.configured(strict=True), pytest.raises(Exception, match="strict mode: 1 call") as caught:
+        train_step(compiled, layer, make_input(SPELLINGS["silu_after"]))
+    assert "computed_between" in str(caught.value)
+
+
+def test_uuid_covers_settings_ops_and_formulas():
+    base = manager.manager.uuid()
+    assert base == manager.manager.uuid()
+    with inductor_passes.configured(grouped_heads=False):
+        assert manager.manager.uuid() != base
+    with inductor_passes.disabled():
+        assert manager.manager.uuid() != base, "formulas count with the passes off, too"
+    registry.unregister(VARIANT)
+    try:
+        without = manager.manager.uuid()
+        upgraded = registry.register(dataclasses.replace(VARIANT, fingerprint="2"))
+        assert len({repr(base), repr(without), repr(manager.manager.uuid())}) == 3
+        registry.unregister(upgraded)
+    finally:
+        registry.register(VARIANT)
+    assert manager.manager.uuid() == base
+
+
+def test_chain_is_cacheable_only_if_every_member_is():
+    assert manager.chain(Mine()).uuid() == ("chain", "mine", manager.manager.uuid())
+    assert manager.chain(lambda graph: None).uuid() is None
+
+
+def test_manager_stays_one_object():
+    for one in (manager.manager, manager.watch):
+        assert copy.deepcopy(one) is one
+        assert copy.copy(one) is one
+        assert pickle.loads(pickle.dumps(one)) is one
+        assert "0x" not in repr(one)
+
+
+def test_settings_are_read_from_the_environment():
+    assert read_settings({}) == Settings()
+    found = read_settings({"INDUCTOR_PASSES": "0", "INDUCTOR_PASSES_STRICT": "on", "INDUCTOR_PASSES_FOLD_NORM": ""})
+    assert found == Settings(enabled=False, strict=True)
+    with pytest.raises(ValueError, match="INDUCTOR_PASSES_STRICT must be one of .* got 'maybe'"):
+        read_settings({"INDUCTOR_PASSES_STRICT": "maybe"})
+
+
+def test_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="unknown setting 'gruop'"):
+        inductor_passes.configure(gruop=True)
+    with pytest.raises(TypeError, match="must be a bool"), inductor_passes.configured(strict=1):
+        pass
+
+
+# ---- fresh processes
+SCRIPT = """
+import sys
+import torch
+assert "torch._inductor.config" not in sys.modules
+import inductor_passes
+inductor_passes.install()
+assert "torch._inductor.config" not in sys.modules, "installing must not load Inductor"
+import tests.inductor_passes.toy_attention as toy
+version = sys.argv[1]
+if version != "1":
+    from inductor_passes import registry
+    registry.unregister(toy.VARIANT)
+    import dataclasses
+    registry.register(dataclasses.replace(toy.VARIANT, fingerprint=version))
+if version == "formula":
+    real = torch.ops.toy.attention_bwd
+    def backward(ctx, do, _):
+        q, k, v, g, scores, bias = ctx.saved_tensors
+        dq, dk, dv, dg = torch.ops.toy.attention_bwd(do * 3, q, k, v, g, scores, bias, **ctx.options)
+        return dq, dk, dv, dg, None
+    torch.library.register_autograd("toy::attention", backward, setup_context=toy.setup, lib=toy.lib)
+def f(row, g):
+    q, k, v = row.unflatten(-1, (3, 2, 4)).unbind(2)
+    return toy.toy(q, k, v, g)
+row = torch.arange(144.0).view(1, 6, 24).sin().requires_grad_()
+(torch.compile(f)(row * 1, torch.ones(1, 6, 2))).sum().backward()
+from torch._dynamo.utils import counters
+print("RESULT", row.grad.double().sum().item(), inductor_passes.counters["packed"],
+      counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def in_fresh_process(version, cache, **environment):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, version], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    line = next(line for line in run.stdout.splitlines() if line.startswith("RESULT"))
+    total, packed, aot_hits, fx_hits = line.split()[1:]
+    return float(total), int(packed), int(aot_hits) + int(fx_hits)
+
+
+@pytest.mark.slow
+def test_no_stale_code_between_processes_that_share_a_cache(tmp_path):
+    first, packed, hits = in_fresh_process("1", tmp_path)
+    assert (packed, hits) == (1, 0), "the first call of a process, compiled, is packed"
+    again, packed, hits = in_fresh_process("1", tmp_path)
+    assert again == first
+    assert hits > 0, "the cache is warm, and used"
+    assert packed == 0, "the rewritten graph itself is what was cached"
+    upgraded, packed, hits = in_fresh_process("formula", tmp_path)
+    assert (packed, hits) == (1, 0)
+    assert upgraded == pytest.approx(3 * first), "the new formula runs, not the cached old one"
+
+
+@pytest.mark.slow
+def test_switched_off_by_the_environment(tmp_path):
+    _, packed, _ = in_fresh_process("1", tmp_path, INDUCTOR_PASSES="0")
+    assert packed == 0

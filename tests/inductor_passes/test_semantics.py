@@ -1,0 +1,325 @@
+"""Everything around a call that must not change what the passes do, or what comes out: the same bits on and off."""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import inductor_passes
+from inductor_passes.inspection import eager_backend
+from tests.inductor_passes.spellings import HV, QW, VW, WIDTH, H, V, heads, parts
+from tests.inductor_passes.toy_attention import toy
+
+
+class Model(nn.Module):
+    """A body of user code with three projections; whole-number weights, so that no order of sums matters."""
+
+    def __init__(self, body, dtype=torch.float64):
+        super().__init__()
+        self.body = body
+        self.rows = nn.ModuleList(nn.Linear(16, WIDTH, bias=False, dtype=dtype) for _ in range(2))
+        self.decay = nn.Linear(16, HV, bias=False, dtype=dtype)
+        self.out = nn.Linear(VW, 16, bias=False, dtype=dtype)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(torch.randint(-1, 2, weight.shape))
+
+    def forward(self, x):
+        return self.body(self, x)
+
+    def finish(self, o):
+        return self.out(o.flatten(-2))
+
+
+BODIES = {}
+
+
+def body(packed, reason="packed"):
+    """packed: how many calls are packed; reason: of every call."""
+
+    def add(f):
+        BODIES[f.__name__] = (f, packed, reason)
+        return f
+
+    return add
+
+
+@body(2)
+def two_layers(self, x):
+    for row in self.rows:
+        x = x + self.finish(toy(*heads(*parts(row(x))), self.decay(x)))
+    return x
+
+
+@body(1)
+def checkpointed_block(self, x):
+    def block(x):
+        return self.finish(toy(*heads(*parts(self.rows[0](x))), self.decay(x)))
+
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@body(1)
+def checkpointed_core(self, x):
+    def core(row, g):
+        return toy(*heads(*parts(row)), g)
+
+    return self.finish(checkpoint(core, self.rows[0](x), self.decay(x), use_reentrant=False))
+
+
+@body(1)
+def selectively_checkpointed(self, x):
+    def block(x):
+        return self.finish(toy(*heads(*parts(self.rows[0](x))), self.decay(x)))
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.toy.attention.default])
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@body(2)
+def two_ops_on_two_halves(self, x):
+    row = torch.cat([layer(x) for layer in self.rows], dim=-1)
+    g = self.decay(x)
+    left, right = row.chunk(2, dim=-1)
+    return self.finish(toy(*heads(*parts(left)), g) + toy(*heads(*parts(right)), g * 2))
+
+
+@body(2)
+def two_ops_on_two_slices(self, x):
+    row = torch.cat([layer(x) for layer in self.rows], dim=-1)
+    g = self.decay(x)
+    left, right = row[..., :WIDTH], row[..., WIDTH:]
+    return self.finish(toy(*heads(*parts(left)), g) + toy(*heads(*parts(right)), g * 2))
+
+
+@body(0, "overlap")
+def two_ops_on_one_row(self, x):
+    q, k, v = heads(*parts(self.rows[0](x)))
+    g = self.decay(x)
+    return self.finish(toy(q, k, v, g) + toy(q, k, v, g * 2))
+
+
+@body(1)
+def row_used_elsewhere(self, x):
+    row = self.rows[0](x)
+    return self.finish(toy(*heads(*parts(row)), self.decay(x))) + row.sum(-1, keepdim=True)
+
+
+@body(1)
+def row_is_a_sum(self, x):
+    row = self.rows[0](x) + self.rows[1](x)
+    return self.finish(toy(*heads(*parts(row)), self.decay(x)))
+
+
+@body(1)
+def edited_in_place(self, x):
+    row = self.rows[0](x) * 1
+    row[..., :QW].mul_(2)
+    return self.finish(toy(*heads(row[..., :QW], row[..., QW : 2 * QW], row[..., 2 * QW :]), self.decay(x)))
+
+
+@body(1)
+def q_is_detached(self, x):
+    q, k, v = parts(self.rows[0](x))
+    return self.finish(toy(*heads(q.detach(), k, v), self.decay(x)))
+
+
+@body(1)
+def decay_in_the_row_too(self, x):
+    q, k, v, g = torch.cat([self.rows[0](x), self.decay(x)], dim=-1).split([QW, QW, VW, HV], dim=-1)
+    return self.finish(toy(*heads(q, k, v), g))
+
+
+@body(1)
+def padded_tokens(self, x):
+    row, g = F.pad(self.rows[0](x), (0, 0, 0, 2)), F.pad(self.decay(x), (0, 0, 0, 2))
+    return self.finish(toy(*heads(*parts(row)), g)[:, : x.shape[1]])
+
+
+@body(2)
+def two_spans_of_tokens(self, x):
+    row, g = self.rows[0](x), self.decay(x)
+    first = toy(*heads(*parts(row[:, :3])), g[:, :3])
+    second = toy(*heads(*parts(row[:, 3:])), g[:, 3:])
+    return self.finish(torch.cat([first, second], dim=1))
+
+
+@body(1)
+def every_other_token(self, x):
+    row, g = self.rows[0](x)[:, ::2], self.decay(x)[:, ::2]
+    return self.finish(toy(*heads(*parts(row)), g))
+
+
+@body(0, "not_token_rows")
+def tokens_first_row(self, x):
+    row = self.rows[0](x.transpose(0, 1))  # [T,B,W], as Megatron keeps it
+    q, k, v = (y.transpose(0, 1) for y in parts(row))
+    return self.finish(toy(*heads(q, k, v), self.decay(x)))
+
+
+@body(1)
+def split_on_channels_first(self, x):
+    row = self.rows[0](x).transpose(1, 2)  # [B,W,T], as a convolution has it
+    q, k, v = (y.transpose(1, 2) for y in row.split([QW, QW, VW], dim=1))
+    return self.finish(toy(*heads(q, k, v), self.decay(x)))
+
+
+@body(1)
+def causal_convolution(self, x):
+    weight = self.rows[1].weight[:, :3].unsqueeze(1)
+    row = F.conv1d(self.rows[0](x).transpose(1, 2), weight, padding=2, groups=WIDTH)[..., : x.shape[1]]
+    q, k, v = heads(*parts(row.transpose(1, 2)))
+    return self.finish(toy(q.repeat_interleave(HV // H, 2), k.repeat_interleave(HV // H, 2), v, self.decay(x)))
+
+
+@body(1)
+def with_an_optional_argument(self, x):
+    bias = self.out.weight[: HV * V // HV, 0][:V]
+    return self.finish(toy(*heads(*parts(self.rows[0](x))), self.decay(x), bias, scale=2.0))
+
+
+def step(function, model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    y = function(x)
+    (y * (torch.arange(y.numel(), dtype=y.dtype) % 5 - 2).view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def make(body, dtype=torch.float64):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Model(body, dtype), torch.randint(-1, 2, (2, 6, 16)).to(dtype)
+
+
+def on_and_off(body, run=step, dtype=torch.float64, **options):
+    reports, results = [], []
+    for enabled in (True, False):
+        model, x = make(body, dtype)
+        with inductor_passes.configured(enabled=enabled):
+            backend = eager_backend(reports.append if enabled else None)
+            results.append(run(torch.compile(model, backend=backend, **options), model, x))
+    on, off = results
+    assert len(on) == len(off)
+    for a, b in zip(on, off, strict=True):
+        assert not a.isnan().any()
+        assert torch.equal(a, b)
+    return on, [call for report in reports for call in report]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body(name):
+    f, packed, reason = BODIES[name]
+    on, calls = on_and_off(f, fullgraph=True)
+    assert [call.packed for call in calls].count(True) == packed, calls
+    assert {call.reason for call in calls} == {reason}, calls
+    model, x = make(f)
+    for a, b in zip(step(model, model, x), on, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_parameters_leave_operands_without_gradients():
+    def f(self, x):
+        q, _, _ = heads(*parts(self.rows[0](x.detach())))
+        _, k, v = heads(*parts(self.rows[1](x)))
+        return self.finish(toy(q, k, v, self.decay(x)))
+
+    def run(function, model, x):
+        model.rows[0].requires_grad_(False)
+        return step(function, model, x)
+
+    _, (call,) = on_and_off(f, run, fullgraph=True)
+    assert call.operands == ("k", "v")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype):
+    def f(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            row, g = self.rows[0](x), self.decay(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.finish(toy(*heads(*parts(row)), g).to(x.dtype))
+
+    on_and_off(f, dtype=dtype, fullgraph=True)
+
+
+def test_no_recompilation_for_other_sizes():
+    model, _ = make(two_layers)
+    reports = []
+    compiled = torch.compile(model, backend=eager_backend(reports.append), dynamic=True, fullgraph=True)
+    for B, T in ((2, 6), (3, 6), (3, 11), (5, 7)):
+        x = torch.randint(-1, 2, (B, T, 16)).double()
+        for a, b in zip(step(compiled, model, x), step(model, model, x), strict=True):
+            assert torch.equal(a, b)
+    assert [report.packed for report in reports] == [2]
+
+
+def test_graph_break_between_layers():
+    def f(self, x):
+        x = self.finish(toy(*heads(*parts(self.rows[0](x))), self.decay(x)))
+        torch._dynamo.graph_break()
+        return self.finish(toy(*heads(*parts(self.rows[1](x))), self.decay(x)))
+
+    _, calls = on_and_off(f)
+    assert [call.reason for call in calls] == ["packed"] * 2
+
+
+def test_retain_graph_backward_twice():
+    def run(function, model, x):
+        x = x.clone().requires_grad_()
+        y = function(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    on_and_off(two_layers, run, fullgraph=True)
+
+
+def test_compiled_autograd_packs_an_eager_forward():
+    model, x = make(two_layers)
+    expected = step(model, model, x)
+    reports = []
+    backend = eager_backend(reports.append)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=False)):
+        found = step(model, model, x)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+    assert [call.reason for report in reports for call in report] == ["packed"] * 2
+
+
+def test_export_is_untouched_and_runs():
+    model, x = make(two_layers)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        assert torch.equal(program.module()(x), model(x))
+        targets = [str(n.target) for n in program.graph.nodes]
+    assert targets.count("toy.attention.default") == 2
+
+
+@pytest.mark.distributed
+def test_fsdp2_per_block(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    store = dist.FileStore(os.fspath(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        results, reports = [], []
+        for enabled in (True, False):
+            model, x = make(checkpointed_block)
+            fully_shard(model, mesh=mesh)
+            model.compile(backend=eager_backend(reports.append if enabled else None))
+            with inductor_passes.configured(enabled=enabled):
+                x = x.requires_grad_()
+                model(x).sum().backward()
+            results.append([x.grad, *(p.grad.to_local() for p in model.parameters() if p.grad is not None)])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        assert [call.reason for report in reports for call in report] == ["packed"]
+    finally:
+        dist.destroy_process_group()
