@@ -20,7 +20,17 @@ from torch import Tensor
 
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
-from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_rows, operand, store_rows, trip_count
+from gdn_ops.backends.triton.primitives import (
+    CHUNK,
+    FACTORS,
+    dot,
+    load_columns,
+    load_rows,
+    operand,
+    store_matrix,
+    store_rows,
+    trip_count,
+)
 from gdn_ops.shapes import Inputs, Sizes
 
 # H200, 16/48 heads of 128, 32768 tokens, prototype: (8 warps, 3 stages, 128) 0.538 ms; 2 stages 0.697; (4, 2, 64) 0.575.
@@ -74,7 +84,7 @@ def forward_document(
         length = end - first - c * CHUNK
         row = (first_chunk + c) * HV + head
         k_CK = load_rows(k_ptr + start * stride_kt, stride_kt, length, offs_k, K)
-        v_CV = load_rows(v_ptr + start * stride_vt, stride_vt, length, offs_v, V)
+        v_VC = load_columns(v_ptr + start * stride_vt, stride_vt, length, offs_v, V)
         solve_CC = tl.load(solve_ptr + row * CHUNK * CHUNK + square)
         factors = factor_ptr + row * FACTORS * CHUNK + offs_t
         f_1 = tl.load(factors)
@@ -84,14 +94,13 @@ def forward_document(
         state_op_VK = operand(state_VK, DTYPE)
         if WRITE_STATES:
             state_row = (first_chunk + c) * state_heads + head - state_first_head
-            tl.store(state_ptr + state_row * V * K + offs_v[:, None] * K + offs_k[None, :], state_op_VK, mask=mask_vk)
-        y_VC = tl.trans(v_CV).to(tl.float32)
+            store_matrix(state_ptr + state_row * V * K, offs_v, V, offs_k, K, state_op_VK)
+        y_VC = v_VC.to(tl.float32)
         y_VC -= tl.dot(state_op_VK, tl.trans(k_CK), input_precision=PRECISION) * f_1[None, :]
         e_VC = dot(operand(y_VC, DTYPE), tl.trans(solve_CC), y_VC, PRECISION)
         state_VK = dot(operand(e_VC * f_2[None, :], DTYPE), k_CK, state_VK * tl.exp2(total), PRECISION)
         if WRITE_STATES:
-            update_ptrs = update_ptr + (state_row * V + offs_v[:, None]) * CHUNK + offs_t[None, :]
-            tl.store(update_ptrs, operand(e_VC, DTYPE), mask=(offs_v < V)[:, None])
+            store_matrix(update_ptr + state_row * V * CHUNK, offs_v, V, offs_t, CHUNK, e_VC)
         if WRITE_O:
             q_CK = load_rows(q_ptr + start * stride_qt, stride_qt, length, offs_k, K)
             score_CC = tl.load(score_ptr + row * CHUNK * CHUNK + square)

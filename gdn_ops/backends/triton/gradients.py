@@ -30,11 +30,12 @@ from gdn_ops.backends.triton.primitives import (
     FACTORS,
     dot,
     load_chunk,
+    load_matrix,
     load_rows,
     operand,
     sigmoid,
     softplus,
-    store_rows,
+    tile_mask,
     trip_count,
     zero_rows,
 )
@@ -50,10 +51,18 @@ _GRADIENTS = {
 
 
 @triton.jit
-def _load_matrix(ptr, offs_v, offs_d, V: tl.constexpr, D: tl.constexpr):
-    """A [len(offs_v), len(offs_d)] tile of a dense [V, D] matrix."""
-    mask = (offs_v < V)[:, None] & (offs_d < D)[None, :]
-    return tl.load(ptr + offs_v[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+def _aligned_range(SIZE: tl.constexpr, zero):
+    """tl.arange(0, SIZE) that the compiler cannot take out of a loop in which `zero` is loaded."""
+    return tl.max_contiguous(tl.multiple_of(tl.arange(0, SIZE) + zero, SIZE), SIZE)
+
+
+@triton.jit
+def _pair_pointers(first_ptr, first_stride_t, second_ptr, second_stride_t, offs_r, offs_d):
+    """Pointers to the C token rows of one operand, then to those of another, as one [2 C, len(offs_d)] tile."""
+    offs_t = offs_r % CHUNK
+    first = first_ptr + offs_t[:, None] * first_stride_t + offs_d[None, :]
+    second = second_ptr + offs_t[:, None] * second_stride_t + offs_d[None, :]
+    return tl.where((offs_r < CHUNK)[:, None], first, second)
 
 
 @triton.jit
@@ -73,113 +82,126 @@ def _gradients_kernel(
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     R: tl.constexpr = HV // HK
     GROUPS: tl.constexpr = HEADS // R
+    ROWS: tl.constexpr = 2 * CHUNK
     chunk = (tl.program_id(0) // GROUPS).to(tl.int64)
-    local_group = (tl.program_id(0) % GROUPS).to(tl.int64)
-    head_k = first_head // R + local_group
+    head_k = first_head // R + (tl.program_id(0) % GROUPS).to(tl.int64)
     batch, start, length = load_chunk(chunk_ptr, chunk)
-    offs_t = tl.arange(0, CHUNK)
-    offs_k = tl.arange(0, BK)
     dq_ptr += batch * stride_dqb + start * stride_dqt + head_k // QR * stride_dqg + head_k % QR * stride_dqr
     dk_ptr += batch * stride_dkb + start * stride_dkt + head_k // KR * stride_dkg + head_k % KR * stride_dkr
     dv_ptr += batch * stride_dvb + start * stride_dvt
-    offs_g = (batch * T + start) * HV + offs_t * HV
     if length < 0:
+        offs_t = tl.arange(0, CHUNK)
+        offs_k = tl.arange(0, BK)
         zero_rows(dq_ptr, stride_dqt, -length, offs_k, K)
         zero_rows(dk_ptr, stride_dkt, -length, offs_k, K)
-        mask_t = offs_t < -length
-        zero = tl.zeros([CHUNK], tl.float32)
+        nothing = tl.zeros([CHUNK], tl.float32)
+        offs_g = (batch * T + start) * HV + offs_t * HV
         for r in tl.range(0, R):
             head = head_k * R + r
-            tl.store(dg_ptr + offs_g + head, zero.to(dg_ptr.dtype.element_ty), mask=mask_t)
-            tl.store(dbeta_ptr + offs_g + head, zero.to(dbeta_ptr.dtype.element_ty), mask=mask_t)
+            tl.store(dg_ptr + offs_g + head, nothing.to(dg_ptr.dtype.element_ty), mask=offs_t < -length)
+            tl.store(dbeta_ptr + offs_g + head, nothing.to(dbeta_ptr.dtype.element_ty), mask=offs_t < -length)
             for v0 in tl.static_range(0, V, BV):
                 dv_row_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
                 zero_rows(dv_row_ptr, stride_dvt, -length, v0 + tl.arange(0, BV), V)
     if length > 0:
-        mask_t = offs_t < length
         do_ptr += batch * stride_ob + start * stride_ot
-        q_ptr += batch * stride_qb + start * stride_qt + head_k * stride_qh
-        k_ptr += batch * stride_kb + start * stride_kt + head_k * stride_kh
-        q_CK = load_rows(q_ptr, stride_qt, length, offs_k, K)
-        k_CK = load_rows(k_ptr, stride_kt, length, offs_k, K)
-        if NORM:
-            norm_row_ptr = norm_ptr + (batch * T + start) * 2 * HK + head_k + offs_t * 2 * HK
-            norm_q = tl.load(norm_row_ptr, mask=mask_t, other=0.0)
-            norm_k = tl.load(norm_row_ptr + HK, mask=mask_t, other=0.0)
-        dq_KC = tl.zeros([BK, CHUNK], tl.float32)
-        dk_KC = tl.zeros([BK, CHUNK], tl.float32)
+        q_ptr += batch * stride_qb + start * stride_qt
+        k_ptr += batch * stride_kb + start * stride_kt
+        norm_ptr += (batch * T + start) * 2 * HK + head_k
+        sum_RK = tl.zeros([ROWS, BK], tl.float32)
+        right_KC = tl.zeros([BK, CHUNK], tl.float32)
         for r in tl.range(0, R, num_stages=STAGES):
-            head = head_k * R + r
+            # What does not change from head to head (q, k, masks, addresses) would be kept in registers across the
+            # loop, where the accumulators need the room. A zero that the compiler must load anew prevents that.
+            zero = tl.load(chunk_ptr + chunk * 3 + 2, volatile=True) - length
+            head = head_k * R + r + zero
             row = chunk * HV + head
+            offs_t = _aligned_range(CHUNK, zero)
+            offs_k = _aligned_range(BK, zero)
+            offs_r = _aligned_range(ROWS, zero)
+            of_key = offs_r >= CHUNK
+            mask_t = offs_t < length
+            mask_r = offs_r % CHUNK < length
+            qk_ptrs = _pair_pointers(
+                q_ptr + head // R * stride_qh, stride_qt, k_ptr + head // R * stride_kh, stride_kt, offs_r, offs_k
+            )
+            qk_RK = tl.load(qk_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_k, K), other=0.0)
+            k_CK = load_rows(k_ptr + head // R * stride_kh, stride_kt, length, offs_k, K, zero)
             gate = tl.load(gate_ptr + row * CHUNK + offs_t)
+            gate_r = tl.load(gate_ptr + row * CHUNK + offs_r % CHUNK)
             total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
-            factors = factor_ptr + row * FACTORS * CHUNK + offs_t
-            f_1 = tl.load(factors)
-            f_3 = tl.load(factors + 2 * CHUNK)
-            beta = tl.load(factors + 3 * CHUNK)
+            factors = factor_ptr + row * FACTORS * CHUNK
+            beta = tl.load(factors + 3 * CHUNK + offs_t)
+            f_r = tl.load(factors + tl.where(of_key, 0, 2 * CHUNK) + offs_r % CHUNK)
+            f_r = tl.where(of_key, -f_r, f_r)
             f_right = tl.where(mask_t, tl.exp2(total - gate), 0.0)
-            do_head_ptr = do_ptr + head * stride_oh
-            dv_head_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
             state_row = chunk * state_heads + head - state_first_head
             state_head_ptr = state_ptr + state_row * V * K
             update_head_ptr = update_ptr + state_row * V * CHUNK
             dstate_head_ptr = dstate_ptr + (chunk * HEADS + head - first_head) * V * K
+            do_head_ptr = do_ptr + head * stride_oh
+            dv_head_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
 
-            w_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
-            d_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
-            left_KC = tl.zeros([BK, CHUNK], tl.float32)
-            right_KC = tl.zeros([BK, CHUNK], tl.float32)
-            dq_head_KC = tl.zeros([BK, CHUNK], tl.float32)
+            # D above W: one product serves both.
+            z_RC = tl.zeros([ROWS, CHUNK], tl.float32)
             state_product = 0.0
             for v0 in tl.static_range(0, V, BV):
-                offs_v = v0 + tl.arange(0, BV)
-                do_CV = load_rows(do_head_ptr, stride_ot, length, offs_v, V)
-                dv_CV = load_rows(dv_head_ptr, stride_dvt, length, offs_v, V)
-                e_VC = _load_matrix(update_head_ptr, offs_v, offs_t, V, CHUNK)
-                state_VK = _load_matrix(state_head_ptr, offs_v, offs_k, V, K)
-                dstate_VK = _load_matrix(dstate_head_ptr, offs_v, offs_k, V, K)
-                w_CC = dot(dv_CV, e_VC, w_CC, PRECISION)
-                d_CC = dot(do_CV, e_VC, d_CC, PRECISION)
-                state_KV = tl.trans(state_VK)
-                left_KC = dot(state_KV, tl.trans(dv_CV), left_KC, PRECISION)
-                dq_head_KC = dot(state_KV, tl.trans(do_CV), dq_head_KC, PRECISION)
-                right_KC = dot(tl.trans(dstate_VK), e_VC, right_KC, PRECISION)
+                offs_v = v0 + _aligned_range(BV, zero)
+                state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
+                dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
                 state_product += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32))
-
-            lower = offs_t[:, None] > offs_t[None, :]
-            causal = offs_t[:, None] >= offs_t[None, :]
-            decay_CC = tl.exp2(tl.where(causal, gate[:, None] - gate[None, :], 0.0))
+                e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
+                out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
+                out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
+                z_RC = dot(out_RV, e_VC, z_RC, PRECISION)
+            causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
+            decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - gate[None, :], 0.0))
+            row_scale = tl.where(of_key, -1.0, scale)
             if NORM:
-                decay_CC = decay_CC * norm_k[None, :]
-                w_CC = w_CC * norm_k[:, None]
-                d_CC = d_CC * norm_q[:, None]
+                norm_ptrs = norm_ptr + offs_r % CHUNK * 2 * HK + tl.where(of_key, HK, 0)
+                row_scale *= tl.load(norm_ptrs, mask=mask_r, other=0.0)
+                norm_k = tl.load(norm_ptr + offs_t * 2 * HK + HK, mask=mask_t, other=0.0)
+                decay_RC = decay_RC * norm_k[None, :]
                 f_right = f_right * norm_k
-            w_CC = tl.where(lower, -w_CC * decay_CC, 0.0)
-            d_CC = tl.where(causal, d_CC * decay_CC * scale, 0.0)
-            k_KC = tl.trans(k_CK)
-            q_KC = tl.trans(q_CK)
+            z_RC = tl.where(causal, z_RC * decay_RC * row_scale[:, None], 0.0)
 
-            left_KC = left_KC * -f_1[None, :]
-            left_KC = dot(k_KC, tl.trans(operand(w_CC * beta[None, :], DTYPE)), left_KC, PRECISION)
-            dq_head_KC = dq_head_KC * f_3[None, :]
-            dq_head_KC = dot(k_KC, tl.trans(operand(d_CC * beta[None, :], DTYPE)), dq_head_KC, PRECISION)
-            k32_KC = k_KC.to(tl.float32)
-            dgate = tl.sum(k32_KC * left_KC + q_KC.to(tl.float32) * dq_head_KC, 0)
-            dk_KC += left_KC
-            dq_KC += dq_head_KC
+            # The gate's share of D and W is taken from float32 here. Row and column sums then cancel exactly for pairs
+            # on one side of a gate; sums over dq and dk would leave their rounding, which drowns a strong gate.
+            pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION) * z_RC
+            dbeta = tl.sum(pair_RC, 0)
+            dgate_r = tl.sum(pair_RC * beta[None, :], 1)
+            z_op_RC = operand(z_RC * beta[None, :], DTYPE)
 
-            right_KC = right_KC * f_right[None, :]
-            dtotal = tl.sum(tl.sum(k32_KC * right_KC, 0) * beta, 0) + tl.exp2(total) * state_product
-            right_KC = dot(k_KC, operand(w_CC, DTYPE), right_KC, PRECISION)
-            right_KC = dot(q_KC, operand(d_CC, DTYPE), right_KC, PRECISION)
-            dbeta = tl.sum(k32_KC * right_KC, 0)
-            dk_KC += right_KC * beta[None, :]
+            part_RK = tl.zeros([ROWS, BK], tl.float32)
+            for v0 in tl.static_range(0, V, BV):
+                offs_v = v0 + _aligned_range(BV, zero)
+                state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
+                out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
+                out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
+                part_RK = dot(out_RV, state_VK, part_RK, PRECISION)
+            part_RK = part_RK * f_r[:, None]
+            dgate_r += tl.sum(qk_RK.to(tl.float32) * part_RK, 1)
+            sum_RK = dot(z_op_RC, k_CK, sum_RK + part_RK, PRECISION)
 
+            part_KC = tl.zeros([BK, CHUNK], tl.float32)
+            for v0 in tl.static_range(0, V, BV):
+                offs_v = v0 + _aligned_range(BV, zero)
+                dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
+                e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
+                part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
+            part_KC = part_KC * f_right[None, :]
+            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
+            right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC + part_KC * beta[None, :], PRECISION)
+
+            dbeta += written
+            dtotal = tl.sum(written * beta, 0) + tl.exp2(total) * state_product
+            dgate = tl.sum(tl.reshape(dgate_r, [2, CHUNK]), 0)
             dgate = tl.where(mask_t, dgate - beta * dbeta, 0.0)
             dgate = tl.cumsum(dgate, 0, reverse=True) + dtotal
             dgate = tl.where(mask_t, dgate, 0.0)
+            offs_g = (batch * T + start) * HV + offs_t * HV + head
             if GATED:
-                raw = tl.load(g_ptr + offs_g + head, mask=mask_t, other=0.0).to(tl.float32)
+                raw = tl.load(g_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
                 if HAS_BIAS:
                     raw += tl.load(dt_bias_ptr + head).to(tl.float32)
                 rate = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
@@ -188,21 +210,30 @@ def _gradients_kernel(
                 tl.store(sum_ptr, tl.sum(dgate * decay, 0))
                 dgate = dgate * rate * sigmoid(raw)
                 tl.store(sum_ptr + 1, tl.sum(dgate, 0))
-            tl.store(dg_ptr + offs_g + head, operand(dgate, dg_ptr.dtype.element_ty), mask=mask_t)
+            tl.store(dg_ptr + offs_g, operand(dgate, dg_ptr.dtype.element_ty), mask=mask_t)
             if SIGMOID:
-                raw = tl.load(beta_ptr + offs_g + head, mask=mask_t, other=0.0).to(tl.float32)
-                opened = sigmoid(raw)
-                dbeta = dbeta * opened * sigmoid(-raw)
+                raw = tl.load(beta_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
+                dbeta = dbeta * sigmoid(raw) * sigmoid(-raw)
             if DOUBLE:
                 dbeta = dbeta * 2.0
-            tl.store(dbeta_ptr + offs_g + head, operand(dbeta, dbeta_ptr.dtype.element_ty), mask=mask_t)
+            tl.store(dbeta_ptr + offs_g, operand(dbeta, dbeta_ptr.dtype.element_ty), mask=mask_t)
+
+        offs_k = tl.arange(0, BK)
+        offs_r = tl.arange(0, ROWS)
+        mask = tile_mask(offs_r % CHUNK, length, offs_k, K)
+        right_CK = tl.trans(right_KC)
+        right_RK = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_CK), right_CK), [2, 0, 1]), [ROWS, BK])
+        sum_RK += right_RK
         if NORM:
-            q32_KC = tl.trans(q_CK).to(tl.float32)
-            k32_KC = tl.trans(k_CK).to(tl.float32)
-            dq_KC -= q32_KC * (norm_q * norm_q * tl.sum(q32_KC * dq_KC, 0))[None, :]
-            dk_KC -= k32_KC * (norm_k * norm_k * tl.sum(k32_KC * dk_KC, 0))[None, :]
-        store_rows(dq_ptr, stride_dqt, length, offs_k, K, tl.trans(dq_KC))
-        store_rows(dk_ptr, stride_dkt, length, offs_k, K, tl.trans(dk_KC))
+            qk_ptrs = _pair_pointers(
+                q_ptr + head_k * stride_qh, stride_qt, k_ptr + head_k * stride_kh, stride_kt, offs_r, offs_k
+            )
+            qk32_RK = tl.load(qk_ptrs, mask=mask, other=0.0).to(tl.float32)
+            norm_ptrs = norm_ptr + offs_r % CHUNK * 2 * HK + tl.where(offs_r < CHUNK, 0, HK)
+            norm_r = tl.load(norm_ptrs, mask=offs_r % CHUNK < length, other=0.0)
+            sum_RK -= qk32_RK * (norm_r * norm_r * tl.sum(qk32_RK * sum_RK, 1))[:, None]
+        dqk_ptrs = _pair_pointers(dq_ptr, stride_dqt, dk_ptr, stride_dkt, offs_r, offs_k)
+        tl.store(dqk_ptrs, operand(sum_RK, DTYPE), mask=mask)
 
 
 @triton.jit

@@ -55,28 +55,65 @@ def load_chunk(chunk_ptr, chunk):
 
 
 @triton.jit
-def load_rows(ptr, stride_t, length, offs_d, D: tl.constexpr):
+def tile_mask(offs_i, I, offs_j, J: tl.constexpr):
+    """offs_i < I and offs_j < J; the second is left out where no block of J can be ragged, which saves registers."""
+    mask = (offs_i < I)[:, None]
+    if ((offs_j.shape[0] - 1) & J) != 0:  # block sizes are powers of two
+        mask = mask & (offs_j < J)[None, :]
+    return mask & tl.full([1, offs_j.shape[0]], True, tl.int1)
+
+
+@triton.jit
+def load_rows(ptr, stride_t, length, offs_d, D: tl.constexpr, first=0):
     """A [C, len(offs_d)] tile of token rows; rows past `length` and columns past D are zero and never read."""
+    offs_t = first + tl.arange(0, CHUNK)
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
+    return tl.load(ptrs, mask=tile_mask(offs_t, length, offs_d, D), other=0.0)
+
+
+@triton.jit
+def load_columns(ptr, stride_t, length, offs_d, D: tl.constexpr):
+    """The transpose of `load_rows`, [len(offs_d), C], as a load of its own: the software pipeline keeps such a tile in
+    shared memory, but a row tile that is transposed afterwards in registers, two iterations long.
+    """
     offs_t = tl.arange(0, CHUNK)
-    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
-    return tl.load(ptr + offs_t[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+    ptrs = ptr + offs_t[None, :] * stride_t + offs_d[:, None]
+    return tl.load(ptrs, mask=tl.trans(tile_mask(offs_t, length, offs_d, D)), other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, stride_t, length, offs_d, D: tl.constexpr, x):
     """Store a [C, len(offs_d)] tile of token rows in the pointer's dtype."""
     offs_t = tl.arange(0, CHUNK)
-    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
-    tl.store(ptr + offs_t[:, None] * stride_t + offs_d[None, :], operand(x, ptr.dtype.element_ty), mask=mask)
+    ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
+    tl.store(ptrs, operand(x, ptr.dtype.element_ty), mask=tile_mask(offs_t, length, offs_d, D))
 
 
 @triton.jit
 def zero_rows(ptr, stride_t, length, offs_d, D: tl.constexpr):
     """Store zeros where `store_rows` would store a tile."""
-    offs_t = tl.arange(0, CHUNK)
-    mask = (offs_t < length)[:, None] & (offs_d < D)[None, :]
-    zeros = tl.zeros([CHUNK, offs_d.shape[0]], tl.float32)
-    tl.store(ptr + offs_t[:, None] * stride_t + offs_d[None, :], zeros.to(ptr.dtype.element_ty), mask=mask)
+    store_rows(ptr, stride_t, length, offs_d, D, tl.zeros([CHUNK, offs_d.shape[0]], tl.float32))
+
+
+@triton.jit
+def load_matrix(ptr, offs_i, I: tl.constexpr, offs_j, J: tl.constexpr):
+    """A tile of a dense [I, J] matrix, zero past its edges."""
+    ptrs = ptr + offs_i[:, None] * J + offs_j[None, :]
+    if ((offs_i.shape[0] - 1) & I) == 0 and ((offs_j.shape[0] - 1) & J) == 0:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(offs_i < I)[:, None] & (offs_j < J)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(ptr, offs_i, I: tl.constexpr, offs_j, J: tl.constexpr, x):
+    """Store a tile of a dense [I, J] matrix in the pointer's dtype."""
+    ptrs = ptr + offs_i[:, None] * J + offs_j[None, :]
+    x = operand(x, ptr.dtype.element_ty)
+    if ((offs_i.shape[0] - 1) & I) == 0 and ((offs_j.shape[0] - 1) & J) == 0:
+        tl.store(ptrs, x)
+    else:
+        tl.store(ptrs, x, mask=(offs_i < I)[:, None] & (offs_j < J)[None, :])
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.forward import forward_document
 from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
-from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_rows, operand, store_rows, trip_count
+from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_rows, operand, store_matrix, store_rows, trip_count
 from gdn_ops.shapes import Inputs, Sizes
 
 # H200, 16/48 heads of 128, 32768 tokens, prototype, reverse alone: (8, 3, 128) 0.767 ms; (8, 2, 128) 0.908; (4, 3, 64)
@@ -88,8 +88,8 @@ def _reverse_document(
         total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
 
         dstate_op_VK = operand(dstate_VK, DTYPE)
-        dstate_row = ((first_chunk + c) * HEADS + local_head) * V * K
-        tl.store(dstate_ptr + dstate_row + offs_v[:, None] * K + offs_k[None, :], dstate_op_VK, mask=mask_vk)
+        dstate_row_ptr = dstate_ptr + ((first_chunk + c) * HEADS + local_head) * V * K
+        store_matrix(dstate_row_ptr, offs_v, V, offs_k, K, dstate_op_VK)
         do_VC = tl.trans(do_CV)
         de_VC = tl.dot(dstate_op_VK, tl.trans(k_CK), input_precision=PRECISION) * f_2[None, :]
         de_VC = dot(do_VC, score_CC, de_VC, PRECISION)

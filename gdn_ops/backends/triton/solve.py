@@ -14,6 +14,7 @@ bf16 merges lose a digit there; TF32 does not.
 Grid: NT * HV programs of one warp: the work is a chain of small dependent steps, so many programs hide its latency.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -133,22 +134,22 @@ def _solve_kernel(
             n33 = dot(k3_IK, tl.trans(k3_IK), n33, PRECISION)
 
         row = chunk * HV + head
-        gate_ptr += row * CHUNK + offs
-        g0 = tl.load(gate_ptr)
-        g1 = tl.load(gate_ptr + 16)
-        g2 = tl.load(gate_ptr + 32)
-        g3 = tl.load(gate_ptr + 48)
-        beta_ptr = factor_ptr + (row * FACTORS + 3) * CHUNK + offs
-        b0 = tl.load(beta_ptr)
-        b1 = tl.load(beta_ptr + 16)
-        b2 = tl.load(beta_ptr + 32)
-        b3 = tl.load(beta_ptr + 48)
+        gate_ptrs = gate_ptr + row * CHUNK + offs
+        g0 = tl.load(gate_ptrs)
+        g1 = tl.load(gate_ptrs + 16)
+        g2 = tl.load(gate_ptrs + 32)
+        g3 = tl.load(gate_ptrs + 48)
+        beta_ptrs = factor_ptr + (row * FACTORS + 3) * CHUNK + offs
+        b0 = tl.load(beta_ptrs)
+        b1 = tl.load(beta_ptrs + 16)
+        b2 = tl.load(beta_ptrs + 32)
+        b3 = tl.load(beta_ptrs + 48)
         if NORM:
-            norm_ptr += ((batch * T + start + offs) * 2 + 1) * HK + head_k
-            r0 = tl.load(norm_ptr, mask=offs < length, other=0.0)
-            r1 = tl.load(norm_ptr + 32 * HK, mask=16 + offs < length, other=0.0)
-            r2 = tl.load(norm_ptr + 64 * HK, mask=32 + offs < length, other=0.0)
-            r3 = tl.load(norm_ptr + 96 * HK, mask=48 + offs < length, other=0.0)
+            norm_ptrs = norm_ptr + ((batch * T + start + offs) * 2 + 1) * HK + head_k
+            r0 = tl.load(norm_ptrs, mask=offs < length, other=0.0)
+            r1 = tl.load(norm_ptrs + 32 * HK, mask=16 + offs < length, other=0.0)
+            r2 = tl.load(norm_ptrs + 64 * HK, mask=32 + offs < length, other=0.0)
+            r3 = tl.load(norm_ptrs + 96 * HK, mask=48 + offs < length, other=0.0)
             n00 *= r0[:, None]
             n10 *= r1[:, None]
             n11 *= r1[:, None]
@@ -215,7 +216,7 @@ def solve(
     k = inputs.k
     precision = dot_precision(k.dtype)
     # 16-bit operands: TF32 merges err less than the rounding of the result. float32 needs more.
-    merge_precision = "tf32" if precision == "ieee" and k.is_cuda and k.element_size() == 2 else precision
+    merge_precision = "tf32" if k.element_size() == 2 and torch.version.hip is None else precision
     launch(
         _solve_kernel, sizes.num_chunks * sizes.HV,
         (k, chunks, norms, gates, factors, inverse, sizes.T, *k.stride()[:3]),
