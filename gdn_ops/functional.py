@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import checks, settings
+from gdn_ops.context_parallel import calls
 from gdn_ops.packing import packed_qkv_views
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_packed", "chunk_gdn", "packed_qkv_views"]
@@ -18,13 +19,9 @@ def _save_level(*tensors: Tensor | None) -> str:
     return "none"
 
 
-def _refuse_unbuilt(cp_context: Any, recompute_handle: Any) -> None:
-    for name, value in (("cp_context", cp_context), ("recompute_handle", recompute_handle)):
-        if value is not None:
-            raise NotImplementedError(f"{name}: context parallelism is not available in this version")
-
-
-def _num_documents(cu_seqlens: Tensor | None, batch: int) -> int:
+def _num_documents(cu_seqlens: Tensor | None, batch: int, cp_context: Any) -> int:
+    if cp_context is not None:
+        return cp_context.num_documents
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
@@ -72,11 +69,13 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N+1] int32 or int64 on q's device: document boundaries along T, with B == 1. Starts at 0, never
             decreases, ends at or before T: tokens after the last document give zeros, and zero gradients. Documents
             may be empty. Values are not read on the host for a GPU (unless the debug setting is on).
-        cp_context: placement of the sequence over ranks (context parallelism).
+        cp_context: this rank's share of a batch that lies over several ranks (`gdn_ops.context_parallel`); q to beta are
+            its tokens, initial_state and final_state global: a final state's row is filled on the rank that holds the
+            document's last token and zero elsewhere, an initial state's gradient on the rank of its first token.
         use_gate_in_kernel: compute the decay in the op from `g`, `A_log` and `dt_bias`.
         A_log, dt_bias: [HV], any float dtype; `dt_bias` may be left out.
         deterministic: True promises bitwise equal results from run to run; False allows a faster unordered route.
-        recompute_handle: reuse of exchanged states in activation recomputation (context parallelism).
+        recompute_handle: a `RecomputeHandle` that spares the exchange in an eager activation recompute.
 
     Returns:
         o [B,T,HV,V] in v's dtype (without B if the inputs had none), and final_state [N,HV,K,V] float32 or None.
@@ -86,8 +85,9 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: an argument is wrong; the message says which, what was expected and what came.
         NotImplementedError: no backend supports the call, with each one's reason.
     """
-    _refuse_unbuilt(cp_context, recompute_handle)
     checks.check_qkv(q, k, v)
+    batch = 1 if q.dim() == 3 else q.shape[0]
+    calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, q, -3)
     lead = q.shape[:-2]
     checks.check_gates(g, beta, (*lead, v.shape[-2]), q.device)
     kwargs = _options(
@@ -95,7 +95,7 @@ def chunk_gated_delta_rule(
         q.shape[-1],
         v.shape[-2],
         v.shape[-1],
-        1 if q.dim() == 3 else q.shape[0],
+        batch,
         scale,
         initial_state,
         output_final_state,
@@ -107,11 +107,18 @@ def chunk_gated_delta_rule(
         A_log,
         dt_bias,
         deterministic,
+        cp_context,
     )
     save = _save_level(q, k, v, g, beta, initial_state, A_log, dt_bias)
     unbatched = q.dim() == 3
     if unbatched:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
+    if cp_context is not None:
+        out = calls.run(
+            torch.ops.gdn.context_fwd, (q, k, v), g, beta, initial_state, A_log, dt_bias,
+            cp_context, recompute_handle, save=save, **kwargs,
+        )  # fmt: skip
+        return _results(out, unbatched, output_final_state)
     out = torch.ops.gdn.chunk_fwd(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, save=save, **kwargs)
     return _results(out, unbatched, output_final_state)
 
@@ -149,15 +156,16 @@ def chunk_gated_delta_rule_packed(
 
     Every other argument, the results, the bits and the errors are those of `chunk_gated_delta_rule`.
     """
-    _refuse_unbuilt(cp_context, recompute_handle)
     checks.check_row(row, num_qk_heads, num_v_heads, head_dim)
+    batch = 1 if row.dim() == 2 else row.shape[0]
+    calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, row, -2)
     checks.check_gates(g, beta, (*row.shape[:-1], num_v_heads), row.device)
     kwargs = _options(
         row,
         head_dim,
         num_v_heads,
         head_dim,
-        1 if row.dim() == 2 else row.shape[0],
+        batch,
         scale,
         initial_state,
         output_final_state,
@@ -169,11 +177,19 @@ def chunk_gated_delta_rule_packed(
         A_log,
         dt_bias,
         deterministic,
+        cp_context,
     )
     save = _save_level(row, g, beta, initial_state, A_log, dt_bias)
     unbatched = row.dim() == 2
     if unbatched:
         row, g, beta = row.unsqueeze(0), g.unsqueeze(0), beta.unsqueeze(0)
+    if cp_context is not None:
+        out = calls.run(
+            torch.ops.gdn.context_packed_fwd, (row,), g, beta, initial_state, A_log, dt_bias,
+            cp_context, recompute_handle, num_qk_heads=num_qk_heads, num_v_heads=num_v_heads, head_dim=head_dim,
+            save=save, **kwargs,
+        )  # fmt: skip
+        return _results(out, unbatched, output_final_state)
     out = torch.ops.gdn.chunk_packed_fwd(
         row,
         g,
@@ -208,6 +224,7 @@ def _options(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     deterministic: bool,
+    cp_context: Any,
 ) -> dict[str, Any]:
     """Check what both public functions share and name it as the ops do."""
     checks.check_switches(
@@ -218,7 +235,7 @@ def _options(
         deterministic=deterministic,
     )
     checks.check_documents(cu_seqlens, batch, q.device)
-    checks.check_state(initial_state, (_num_documents(cu_seqlens, batch), num_v_heads, key_dim, value_dim), q)
+    checks.check_state(initial_state, (_num_documents(cu_seqlens, batch, cp_context), num_v_heads, key_dim, value_dim), q)
     checks.check_gate_parameters(use_gate_in_kernel, A_log, dt_bias, num_v_heads, q.device)
     return {
         "scale": checks.check_scale(scale, key_dim),

@@ -1,0 +1,143 @@
+"""All ranks of a partition in one process: the same steps and small ops, with a concatenation for the all-gather.
+
+For tests and for looking into a layout without a cluster; on a CPU or one GPU, eager. Deterministic.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gdn_ops import checks
+from gdn_ops.context_parallel import path
+from gdn_ops.context_parallel.context import build_for
+from gdn_ops.context_parallel.partition import Partition
+from gdn_ops.context_parallel.path import Call
+from gdn_ops.context_parallel.plan import Plan
+
+
+class RankInputs(NamedTuple):
+    """One rank's local tensors, batch axis included: q, k, v, or the row as `q` with k and v None; initial_state global."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+class _Emulated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plans: list[Plan],
+        ranks: int,
+        options: dict[str, Any],
+        heads: Any,
+        save: str,
+        final: bool,
+        *tensors: Any,
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            calls = _calls(plans, ranks, options, heads, tensors)
+            told = _exchange([path.forward_summary(call) for call in calls], ranks) if calls[0].linked else None
+            states = [path.received_states(call, told) for call in calls]
+            results = [path.forward(call, s, final, save) for call, s in zip(calls, states, strict=True)]
+        outs = [x for o, last, _ in results for x in (o, last)]
+        ctx.save_for_backward(*tensors, told, *states, *(x for *_, saved in results for x in saved))
+        ctx.meta = plans, ranks, options, heads
+        ctx.num_tensors = len(tensors)
+        ctx.set_materialize_grads(False)
+        if not final:
+            ctx.mark_non_differentiable(*outs[1::2])
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        plans, ranks, options, heads = ctx.meta
+        kept = ctx.saved_tensors
+        tensors, (told, *rest) = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
+        states, saved = rest[: len(plans)], rest[len(plans) :]
+        with torch._C._AutoDispatchBelowAutograd():
+            calls = _calls(plans, ranks, options, heads, tensors)
+            dos = [path.zero_output_gradient(c) if x is None else x for c, x in zip(calls, grads[::2], strict=True)]
+            dfinals = grads[1::2]
+            heard = None
+            if calls[0].linked:
+                words = [path.backward_summary(*x) for x in zip(calls, dos, dfinals, strict=True)]
+                heard = _exchange(words, ranks)
+            found: list[Tensor | None] = []
+            for i, call in enumerate(calls):
+                dlast = path.received_gradients(call, heard, told, dfinals[i])
+                grad = path.backward(call, dos[i], dlast, states[i], tuple(saved[6 * i : 6 * i + 6]))
+                q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
+                found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]
+        wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[6:], found, strict=True)]
+        return (*(None,) * 6, *wanted)
+
+
+def _exchange(words: list[Tensor], ranks: int) -> Tensor:
+    return torch.cat(words) if ranks > 1 else words[0]
+
+
+def _calls(plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, tensors: Sequence[Any]) -> list[Call]:
+    width = len(RankInputs._fields)
+    calls = []
+    for i, plan in enumerate(plans):
+        q, k, v, *rest = tensors[width * i : width * (i + 1)]
+        operands = (None, None, None, q) if heads is not None else (q, k, v, None)
+        calls.append(Call(*operands, *rest, plan, ranks, options, heads))
+    return calls
+
+
+def emulate(
+    part: Partition,
+    inputs: Sequence[RankInputs],
+    *,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    heads: tuple[int, int, int] | None = None,
+    save: str = "solve",
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Run `chunk_gated_delta_rule` on every rank of `part` in this process; returns each rank's (o, final_state).
+
+    Args:
+        part: the partition.
+        inputs: per rank its local tensors (`Partition.shard`), of one device; the initial state is global on each.
+        heads: (num_qk_heads, num_v_heads, head_dim) if the inputs hold rows.
+        save: what is kept for the backward, a word of `gdn_ops.settings`.
+
+    The other options are the op's. Gradients flow to every rank's inputs as they do on a cluster: those of what the
+    ranks share (initial states, A_log, dt_bias) add up. Raises ValueError for a wrong number of ranks.
+    """
+    if len(inputs) != part.num_ranks:
+        raise ValueError(f"inputs: expected one entry a rank, {part.num_ranks}, got {len(inputs)}")
+    device = inputs[0].q.device
+    contexts = [build_for(part, rank, "", device, "saved") for rank in range(part.num_ranks)]
+    q = inputs[0].q
+    options = {
+        "scale": checks.check_scale(scale, q.shape[-1] if heads is None else heads[2]),
+        "use_qk_l2norm": use_qk_l2norm_in_kernel,
+        "use_beta_sigmoid": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+    }
+    flat = [x for rank in inputs for x in rank]
+    outs = _Emulated.apply(
+        [context.plan for context in contexts],
+        contexts[0].exchange_ranks,
+        options,
+        heads,
+        save,
+        output_final_state,
+        *flat,
+    )
+    return [(o, last if output_final_state else None) for o, last in zip(outs[::2], outs[1::2], strict=True)]

@@ -1,0 +1,197 @@
+"""The context-parallel ops: one call over the ranks of a group, differentiable, made of small ops and collectives.
+
+    context_fwd           as gdn::chunk_fwd, for the fragments of one rank
+    context_packed_fwd    as gdn::chunk_packed_fwd
+
+Both return `(o, final_state, <six saved>, states, told)`: the states that the rank's fragments started from, and what
+all ranks told. Given back as `received_states` and `received_told` they spare the exchange (activation recompute).
+The Autograd kernels call the small ops one by one, so a compiler's graph shows them and the collectives between them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gdn_ops import packing
+from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
+from gdn_ops.context_parallel import path
+from gdn_ops.context_parallel.path import Call
+from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.ops import lib
+from gdn_ops.outputs import allocate_chunk_fwd
+from gdn_ops.shapes import Inputs, accumulator_dtype
+
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+_REST = (
+    "Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? received_states, "
+    "Tensor? received_told, Tensor[] plan, *, "
+)
+_OPTIONS = (
+    "int num_ranks, str group_name, str exchange, float scale, bool use_qk_l2norm=False, bool use_beta_sigmoid=False, "
+    'bool allow_neg_eigval=False, bool deterministic=True, bool output_final_state=False, str save="solve"'
+)
+_RESULTS = (
+    "(Tensor o, Tensor final_state, Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, "
+    "Tensor updates, Tensor fragment_states, Tensor told)"
+)
+SCHEMAS = {
+    "context_fwd": f"(Tensor q, Tensor k, Tensor v, {_REST}{_OPTIONS}) -> {_RESULTS}",
+    "context_packed_fwd": f"(Tensor row, {_REST}int num_qk_heads, int num_v_heads, int head_dim, {_OPTIONS}) "
+    f"-> {_RESULTS}",
+}
+"""Argument and result lists, by name (namespace `gdn`)."""
+
+_FORWARD_WORDS = "segment states"
+_BACKWARD_WORDS = "segment state gradients"
+
+
+def _call(num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwargs: dict[str, Any]) -> Call:
+    """tensors: operands, g, beta, initial_state, A_log, dt_bias."""
+    options = {name: kwargs[name] for name in ("scale", *path.SWITCHES) if name in kwargs}
+    heads = None
+    operands: tuple[Tensor | None, ...] = (*tensors[:3], None)
+    if num_operands == 1:
+        operands = (None, None, None, tensors[0])
+        heads = (kwargs["num_qk_heads"], kwargs["num_v_heads"], kwargs["head_dim"])
+    g, beta, *rest = tensors[num_operands:]
+    assert g is not None
+    assert beta is not None
+    return Call(*operands, g, beta, *rest, plan, kwargs["num_ranks"], options, heads)
+
+
+def _run(
+    call: Call, kwargs: dict[str, Any], received: tuple[Tensor | None, Tensor | None]
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """The op's outputs without the last two, the fragments' states, and what was told."""
+    states, told = received
+    if states is None:
+        told = _tell(call, kwargs) if call.linked else None
+        states = path.received_states(call, told)
+    o, final_state, saved = path.forward(
+        call, states, kwargs.get("output_final_state", False), kwargs.get("save", "solve")
+    )
+    return (o, final_state, *saved), states, told
+
+
+def _tell(call: Call, kwargs: dict[str, Any]) -> Tensor:
+    return path.gather(path.forward_summary(call), kwargs["num_ranks"], kwargs["group_name"], _FORWARD_WORDS)
+
+
+def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, told: Tensor | None) -> tuple[Tensor, ...]:
+    none = path.empty_states(call)
+    return (*out, none if states is None else states, none.new_empty((0,)) if told is None else told)
+
+
+class _ContextFwd(torch.autograd.Function):
+    """tensors: operands, g, beta, initial_state, A_log, dt_bias; then received states and words; then the plan."""
+
+    @staticmethod
+    def forward(ctx: Any, num_operands: int, from_row: bool, kwargs: dict[str, Any], *tensors: Any) -> Any:
+        split = num_operands + 5
+        plan = Plan(*tensors[split + 2 :])
+        with torch._C._AutoDispatchBelowAutograd():
+            call = _call(num_operands, tensors[:split], plan, kwargs)
+            out, states, told = _run(call, kwargs, tensors[split : split + 2])
+            result = _outputs(call, out, states, told)
+        keep = kwargs["exchange"] == "saved" or not call.linked
+        needs_told = keep and call.linked and plan.transition_segments.shape[0] > 0
+        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told if needs_told else None)
+        ctx.kwargs, ctx.num_operands, ctx.from_row, ctx.keep = kwargs, num_operands, from_row, keep
+        has_final_state = kwargs.get("output_final_state", False)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(result[2:] if has_final_state else result[1:]))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        do, dfinal_state = grads[:2]
+        split = ctx.num_operands + 5
+        count = 3 + split + 2 + len(Plan._fields)
+        kwargs = ctx.kwargs
+        tensors = ctx.saved_tensors
+        plan = Plan(*tensors[split : split + len(Plan._fields)])
+        *saved, states, told = tensors[split + len(Plan._fields) :]
+        with torch._C._AutoDispatchBelowAutograd():
+            call = _call(ctx.num_operands, tensors[:split], plan, kwargs)
+            if do is None:
+                # Even a rank whose outputs no loss reads takes part: the others' fragments wait for its words.
+                do = path.zero_output_gradient(call)
+            heard = None
+            if call.linked:
+                if not ctx.keep:
+                    told = _tell(call, kwargs)
+                    states = path.received_states(call, told)
+                words = path.backward_summary(call, do, dfinal_state)
+                heard = path.gather(words, kwargs["num_ranks"], kwargs["group_name"], _BACKWARD_WORDS)
+                if told is None:
+                    told = words.new_empty((0,))
+            dfinal_states = path.received_gradients(call, heard, told, dfinal_state)
+            found = path.backward(call, do, dfinal_states, states, tuple(saved), into_row=ctx.from_row)
+        wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[3 : 3 + split], found, strict=True)]
+        return (None, None, None, *wanted, *(None,) * (count - 3 - split))
+
+
+def _autograd(num_operands: int) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        *tensors, plan = args
+        _refuse_forward_mode(tuple(tensors))
+        if _needs_graph(tuple(tensors[: num_operands + 5])):
+            from_row = num_operands == 3 and packing.come_from_one_row(*tensors[:3])
+            return _ContextFwd.apply(num_operands, from_row, kwargs, *tensors, *plan)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _below(num_operands)(*args, **kwargs)
+
+    return run
+
+
+def _below(num_operands: int) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        *tensors, plan = args
+        split = num_operands + 5
+        call = _call(num_operands, tuple(tensors[:split]), Plan(*plan), kwargs)
+        return _outputs(call, *_run(call, kwargs, tuple(tensors[split:])))  # type: ignore[arg-type]
+
+    return run
+
+
+def _fake(num_operands: int) -> Any:
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        *tensors, indices = args
+        split = num_operands + 5
+        plan = Plan(*indices)
+        call = _call(num_operands, tuple(tensors[:split]), plan, kwargs)
+        q, k, v = call.operands()
+        states = path.empty_states(call)
+        F, N = plan.starts.shape[0], plan.first.shape[0]
+        if call.linked or call.initial_state is not None:
+            states = states.new_empty((F, *states.shape[1:]))
+        inputs = Inputs(q, k, v, call.g, call.beta, states, plan.cu_seqlens, call.A_log, call.dt_bias)
+        has_final_state = kwargs.get("output_final_state", False)
+        out = allocate_chunk_fwd(
+            inputs,
+            output_final_state=has_final_state,
+            use_qk_l2norm=kwargs.get("use_qk_l2norm", False),
+            save=kwargs.get("save", "solve"),
+        )
+        if has_final_state:
+            out = out._replace(final_state=out.final_state.new_empty((N, *out.final_state.shape[1:])))
+        words = 0
+        if call.linked:
+            HV, K, V = call.sizes()
+            words = kwargs["num_ranks"] if kwargs["group_name"] else 1
+            words *= HV * K * (plan.forward_segments.shape[0] // 2 * V + plan.transition_segments.shape[0] // 2 * K)
+        told = q.new_empty((words,), dtype=accumulator_dtype(q.dtype))
+        return (*out, states, told)
+
+    return run
+
+
+for _name, _num_operands in (("context_fwd", 3), ("context_packed_fwd", 1)):
+    lib.define(_name + SCHEMAS[_name], tags=_TAGS)
+    lib.impl(_name, _autograd(_num_operands), "Autograd")
+    lib.impl(_name, _below(_num_operands), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gdn::{_name}", _fake(_num_operands), lib=lib)

@@ -1,0 +1,200 @@
+"""The steps of a context-parallel call, forward and backward, each a few small ops; collectives stand between them.
+
+    forward    tell (H, M)  -> all-gather ->  states of the local fragments, then the ordinary gdn::chunk_fwd
+    backward   tell (dH)    -> all-gather ->  gradients of their final states, then the ordinary gdn::chunk_bwd
+
+`gdn_ops.context_parallel.ops` puts one rank's steps together with real collectives, `emulation` those of all ranks in
+one process. What a call has no use for (no document in parts, no initial state) is left out of the graph.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_ops import packing
+from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.context_parallel.segments import rows
+from gdn_ops.shapes import accumulator_dtype, packed_layouts, packed_width
+
+_ops = torch.ops.gdn
+_c10d = torch.ops._c10d_functional
+
+SWITCHES = ("use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval", "deterministic")
+
+
+class Call(NamedTuple):
+    """One rank's tensors and options. Of q, k, v and row, either the three are given or the row and its heads."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    row: Tensor | None
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    plan: Plan
+    num_ranks: int
+    options: dict[str, Any]
+    heads: tuple[int, int, int] | None = None
+
+    @property
+    def linked(self) -> bool:
+        """Whether any document of the batch is in parts (on any rank)."""
+        return self.plan.forward_starts.shape[0] > 0
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, as views of the row if there is one."""
+        if self.row is not None:
+            assert self.heads is not None
+            return packing.split_row(self.row, *self.heads)
+        assert self.q is not None
+        assert self.k is not None
+        assert self.v is not None
+        return self.q, self.k, self.v
+
+    def switches(self) -> dict[str, bool]:
+        """The options that the segment ops share."""
+        return {name: self.options[name] for name in SWITCHES if name in self.options}
+
+    def sizes(self) -> tuple[int, int, int]:
+        """HV, K, V."""
+        if self.heads is not None:
+            return self.heads[1], self.heads[2], self.heads[2]
+        assert self.k is not None
+        assert self.v is not None
+        return self.v.shape[2], self.k.shape[3], self.v.shape[3]
+
+    def combine(self, told: Tensor, transitions: Tensor, states: Tensor | None, *, backwards: bool) -> Tensor:
+        """`gdn::segment_combine` over this call's plan."""
+        p = self.plan
+        HV, K, V = self.sizes()
+        return _ops.segment_combine.default(
+            told,
+            transitions,
+            states,
+            p.ends if backwards else p.starts,
+            p.suffix_fragments if backwards else p.prefix_fragments,
+            p.suffix_sources if backwards else p.prefix_sources,
+            p.suffix_transitions if backwards else p.prefix_transitions,
+            num_ranks=self.num_ranks,
+            num_heads=HV,
+            key_dim=K,
+            value_dim=V,
+            num_forward=p.forward_starts.shape[0],
+            num_transitions=p.transition_segments.shape[0] // 2,
+            transposed=backwards,
+        )
+
+
+def forward_summary(call: Call) -> Tensor:
+    """What this rank tells before the forward."""
+    _, k, v = call.operands()
+    p = call.plan
+    return _ops.segment_summary_fwd.default(
+        k, v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias,
+        p.forward_segments, p.forward_starts, p.transition_segments, num_ranks=call.num_ranks, **call.switches(),
+    )  # fmt: skip
+
+
+def received_states(call: Call, told: Tensor | None) -> Tensor | None:
+    """The state that each local fragment starts from [F,HV,K,V], None if all start from zero."""
+    if told is not None:
+        return call.combine(told, told, call.initial_state, backwards=False)
+    return None if call.initial_state is None else rows(call.initial_state, call.plan.starts)
+
+
+def forward(
+    call: Call, states: Tensor | None, output_final_state: bool, save: str
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """o, the global final states (rows of documents that end on this rank, else zeros), and what is saved."""
+    options = {**call.options, "output_final_state": output_final_state, "save": save}
+    rest = (call.g, call.beta, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
+    if call.row is not None:
+        assert call.heads is not None
+        names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), call.heads, strict=True))
+        o, final_state, *saved = _ops.chunk_packed_fwd.default(call.row, *rest, **names, **options)
+    else:
+        o, final_state, *saved = _ops.chunk_fwd.default(*call.operands(), *rest, **options)
+    if output_final_state:
+        final_state = rows(final_state, call.plan.last)
+    return o, final_state, tuple(saved)
+
+
+def backward_summary(call: Call, do: Tensor, dfinal_state: Tensor | None) -> Tensor:
+    """What this rank tells before the backward."""
+    p = call.plan
+    return _ops.segment_summary_bwd.default(
+        do, dfinal_state, *call.operands(), call.g, call.beta, call.A_log, call.dt_bias,
+        p.backward_segments, p.backward_ends, num_ranks=call.num_ranks, scale=call.options["scale"], **call.switches(),
+    )  # fmt: skip
+
+
+def received_gradients(
+    call: Call, told: Tensor | None, transitions: Tensor | None, dfinal_state: Tensor | None
+) -> Tensor | None:
+    """The gradient of each local fragment's final state [F,HV,K,V]; `transitions`: what was told before the forward."""
+    if told is not None:
+        assert transitions is not None
+        return call.combine(told, transitions, dfinal_state, backwards=True)
+    return None if dfinal_state is None else rows(dfinal_state, call.plan.ends)
+
+
+def backward(
+    call: Call, do: Tensor, dfinal_states: Tensor | None, states: Tensor | None, saved: tuple[Tensor, ...],
+    *, into_row: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of (q, k, v) or (row,), then of g, beta, initial_state, A_log and dt_bias.
+
+    `into_row`: dq, dk and dv are views of one packed row (for operands that `packed_qkv_views` made).
+    """
+    rest = (call.g, call.beta, *saved, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
+    operands: tuple[Tensor, ...]
+    if call.row is not None:
+        assert call.heads is not None
+        names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), call.heads, strict=True))
+        drow, *small = _ops.chunk_packed_bwd.default(do, dfinal_states, call.row, *rest, **names, **call.options)
+        operands = (drow,)
+    elif into_row:
+        q, k, v = call.operands()
+        heads = (q.shape[2], v.shape[2], q.shape[3])
+        layouts = dict(zip(("q_layout", "k_layout", "v_layout"), map(list, packed_layouts(*heads)), strict=True))
+        drow, _, _, _, *small = _ops.chunk_bwd_row.default(
+            do, dfinal_states, q, k, v, *rest, row_width=packed_width(*heads), **layouts, **call.options
+        )
+        operands = packing.split_row(drow, *heads)
+    else:
+        *operands_, dg, dbeta, dinitial, dA_log, ddt_bias = _ops.chunk_bwd.default(
+            do, dfinal_states, *call.operands(), *rest, **call.options
+        )
+        operands, small = tuple(operands_), [dg, dbeta, dinitial, dA_log, ddt_bias]
+    dg, dbeta, dinitial, dA_log, ddt_bias = small
+    dinitial = None if call.initial_state is None else rows(dinitial, call.plan.first)
+    return (*operands, dg, dbeta, dinitial, dA_log, ddt_bias)
+
+
+def empty_states(call: Call) -> Tensor:
+    """Stands for states that there are not: zero rows."""
+    HV, K, V = call.sizes()
+    return call.g.new_empty((0, HV, K, V), dtype=accumulator_dtype(call.operands()[0].dtype))
+
+
+def zero_output_gradient(call: Call) -> Tensor:
+    """For a loss that reads the final states only."""
+    _, _, v = call.operands()
+    return v.new_zeros(v.shape)
+
+
+def gather(told: Tensor, num_ranks: int, group_name: str, what: str) -> Tensor:
+    """Every rank's words one after the other, by a functional collective that a graph can see; none for no group."""
+    if not group_name:
+        return told
+    try:
+        return _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(told, num_ranks, group_name))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"context parallelism: the all-gather of {what} over process group {group_name!r} ({num_ranks} ranks, "
+            f"{told.numel() * told.element_size()} bytes each) failed; a rank may have stopped or left the loop early"
+        ) from error

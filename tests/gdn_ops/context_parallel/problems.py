@@ -1,0 +1,107 @@
+"""Random batches, their float64 answer, and how far a float32 computation may be from it."""
+
+import torch
+
+from gdn_ops import reference
+from gdn_ops.context_parallel.emulation import RankInputs, emulate
+
+HK, HV, D = 1, 2, 16
+HEADS = (HK, HV, D)
+W = (2 * HK + HV) * D
+
+OPTIONS = {
+    "output_final_state": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+}
+PLAIN = {"output_final_state": True}
+
+
+def batch(cu_seqlens, seed=0, dtype=torch.float32, gate=True, g=None):
+    """Global tensors of one batch: row [1,T,W], g, beta [1,T,HV], initial_state [N,HV,D,D], A_log, dt_bias [HV]."""
+    gen = torch.Generator().manual_seed(seed)
+    T, N = cu_seqlens[-1], len(cu_seqlens) - 1
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen)
+
+    row = randn(1, T, W) * 0.5
+    if not gate:  # no norm in the op: keep k short, so that the recurrence does not grow
+        row = row * 0.4
+    tensors = {
+        "row": row.to(dtype),
+        "g": randn(1, T, HV) if gate else -torch.rand(1, T, HV, generator=gen) * 0.2,
+        "beta": randn(1, T, HV) if gate else torch.rand(1, T, HV, generator=gen),
+        "initial_state": randn(N, HV, D, D),
+    }
+    if g is not None:
+        tensors["g"] = torch.full((1, T, HV), float(g))
+    if gate:
+        tensors |= {"A_log": randn(HV) * 0.5 - 2, "dt_bias": randn(HV)}
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors["initial_state"] = tensors["initial_state"].to(state_dtype)
+    return tensors
+
+
+def split(row):
+    q, k, v = row.split([HK * D, HK * D, HV * D], dim=-1)
+    return q.unflatten(-1, (HK, D)), k.unflatten(-1, (HK, D)), v.unflatten(-1, (HV, D))
+
+
+def weights(part, seed=1):
+    """Fixed weights of o [1,T,HV,D] and of the final states [N,HV,D,D] in the loss."""
+    gen = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(1, part.num_tokens, HV, D, generator=gen),
+        torch.randn(part.num_documents, HV, D, D, generator=gen) * 0.3,
+    )
+
+
+def answer(part, tensors, options):
+    """o, final states and all gradients by the float64 recurrence."""
+    leaves = {name: x.double().requires_grad_() for name, x in tensors.items()}
+    gate = (
+        {"use_gate_in_kernel": True, "A_log": leaves["A_log"], "dt_bias": leaves["dt_bias"]}
+        if "A_log" in leaves
+        else {}
+    )
+    o, final = reference.chunk_gated_delta_rule(
+        *split(leaves["row"]), leaves["g"], leaves["beta"], initial_state=leaves["initial_state"],
+        cu_seqlens=torch.tensor(part.cu_seqlens), **options, **gate,
+    )  # fmt: skip
+    w_o, w_final = weights(part)
+    loss = (o * w_o).sum() + (final * w_final).sum()
+    loss.backward()
+    return {"o": o.detach(), "final_state": final.detach(), **{n: x.grad for n, x in leaves.items()}}
+
+
+def on_ranks(part, tensors, options, form="plain", save="solve"):
+    """The same by all ranks emulated in this process; local results put together again."""
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    inputs, tokens = [], ("row", "g", "beta")
+    for rank in range(part.num_ranks):
+        local = {n: part.shard(x, rank) if n in tokens else x for n, x in leaves.items()}
+        row = local.pop("row")
+        operands = (row, None, None) if form == "packed" else split(row)
+        if form == "contiguous":
+            operands = tuple(x.contiguous() for x in operands)
+        inputs.append(
+            RankInputs(
+                *operands, local["g"], local["beta"], local["initial_state"], local.get("A_log"), local.get("dt_bias")
+            )
+        )
+    results = emulate(part, inputs, heads=HEADS if form == "packed" else None, save=save, **options)
+    o = part.unshard([o for o, _ in results])
+    final = sum(last for _, last in results)
+    w_o, w_final = weights(part)
+    ((o * w_o).sum() + (final * w_final).sum()).backward()
+    return {"o": o.detach(), "final_state": final.detach(), **{n: x.grad for n, x in leaves.items()}}
+
+
+def distance(found, expected):
+    """The largest error relative to the largest value, by name."""
+    return {
+        name: ((found[name].double() - x).abs().max() / x.abs().max().clamp(min=1e-6)).item() if x.numel() else 0.0
+        for name, x in expected.items()
+    }
