@@ -4,25 +4,74 @@ A correctness gate against the float64 recurrence comes first; a provider that f
 """
 
 import argparse
+import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from gdn_ops.bench import gate, scopes
 from gdn_ops.bench.cases import CASES, Case, Data, make_data
-from gdn_ops.bench.measure import ceilings, host_us, peak_bytes, time_ms, wall_ms
-from gdn_ops.bench.providers import NAMES, Provider, provider
-from gdn_ops.bench.report import Result, Skipped, as_json, header, table, write_chart, write_json
+from gdn_ops.bench.measure import Ceilings, ceilings, graph_ms, host_us, peak_bytes, time_ms, wall_ms
+from gdn_ops.bench.providers import FAILURES, NAMES, Provider, provider
+from gdn_ops.bench.report import Result, Skipped, as_json, cost_table, header, table, write_chart, write_json
 
 MODES = ("eager", "compiled", "checkpointed", "compiled-checkpointed", "compiled-no-pass")
 """How the row scope runs: as it is, under torch.compile, under activation checkpointing, both, without the pass."""
 
 
-def _words(allowed: Sequence[str]) -> "type[list[str]] | object":
+Line = tuple[str, str, str]
+"""Scope, form and mode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Every one of `cases` with every one of `providers`, in every combination of scope, form and mode."""
+
+    cases: tuple[str, ...]
+    providers: tuple[str, ...]
+    scopes: tuple[str, ...] = ("row",)
+    forms: tuple[str, ...] = ("plain",)
+    modes: tuple[str, ...] = ("eager",)
+
+    def lines(self) -> list[Line]:
+        """Scope, form and mode of every line; a scope that has no forms or modes gives one line, a block two."""
+        found: list[Line] = []
+        for scope in self.scopes:
+            if scope == "kernel":
+                found.append((scope, "packed", "eager"))
+            elif scope == "row":
+                found += [
+                    (scope, form, mode)
+                    for form in self.forms
+                    for mode in self.modes
+                    if mode != "compiled-no-pass" or form == "plain"  # the pass concerns plain code only
+                ]
+            else:
+                found += [(scope, "plain", mode) for mode in ("compiled", "compiled-no-pass")]
+        return found
+
+
+GPU_CASES = tuple(name for name in CASES if name != "cpu")
+PLANS = {
+    "cost": (Plan(("main", "main-norm"), ("ours",), forms=("plain", "packed"), modes=MODES),),
+    "peers": (
+        Plan(GPU_CASES, ("ours", "qla", "fla", "gym")),
+        Plan(("main",), ("ours", "qla", "fla", "gym"), forms=("contiguous",)),
+    ),
+    "backends": (
+        Plan(("main", "main-norm"), ("ours-hopper", "ours-triton"), scopes=("kernel", "row"), forms=("packed",)),
+        Plan(("main",), ("ours-unordered",), forms=("packed",)),
+        Plan(("main",), ("ours",), scopes=("block", "block-silu")),
+    ),
+}
+"""Named sets of lines: what plain views cost, this package against others, backends and whole blocks."""
+
+
+def _words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         words = text.split(",")
         unknown = [word for word in words if word not in allowed]
@@ -43,27 +92,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scope", type=_words(scopes.SCOPES), default=["row"], help=", ".join(scopes.SCOPES))
     p.add_argument("--form", type=_words(scopes.FORMS), default=["plain"], help=", ".join(scopes.FORMS))
     p.add_argument("--mode", type=_words(MODES), default=["eager"], help=", ".join(MODES))
+    p.add_argument("--set", type=_words(tuple(PLANS)), help=f"named sets in place of the above: {', '.join(PLANS)}")
     p.add_argument("--repeats", type=int, default=20)
     p.add_argument("--warmup", type=int, default=3)
-    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--quick", action="store_true", help="5 repetitions after 1 warm-up")
+    p.add_argument("--graph", action="store_true", help="also time replays of a CUDA graph of the step")
+    p.add_argument("--gates-only", action="store_true", help="stop after the gates: checks, and compiles in advance")
+    p.add_argument("--json", type=Path, metavar="FILE", help="written anew after every line")
     p.add_argument("--chart", type=Path, metavar="FILE", help="PNG or SVG (needs matplotlib)")
     return p
 
 
-def _lines(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """(scope, form, mode) of every line asked for; a scope that has no forms or modes gives one line."""
-    lines = []
-    for scope in args.scope:
-        if scope == "kernel":
-            lines.append((scope, "packed", "eager"))
-        elif scope == "row":
-            lines += [(scope, form, mode) for form in args.form for mode in args.mode]
-        else:
-            lines += [(scope, "plain", mode) for mode in ("compiled", "compiled-no-pass")]
-    return lines
-
-
-def _prepare(case: Case, data: Data, who: Provider, scope: str, form: str, mode: str) -> scopes.Prepared:
+def _prepare(case: Case, data: Data, who: Provider, line: Line) -> scopes.Prepared:
+    scope, form, mode = line
     if scope == "kernel":
         return scopes.kernel(case, data, who)
     if scope == "row":
@@ -79,10 +120,10 @@ def _prepare(case: Case, data: Data, who: Provider, scope: str, form: str, mode:
     return scopes.block(case, data, who, silu=scope == "block-silu", packed_pass=mode == "compiled")
 
 
-def measure(case: Case, data: Data, who: Provider, line: tuple[str, str, str], args: argparse.Namespace) -> Result:
+def measure(case: Case, data: Data, who: Provider, line: Line, args: argparse.Namespace) -> Result:
     """Measure one line."""
     scope, form, mode = line
-    prepared = _prepare(case, data, who, scope, form, mode)
+    prepared = _prepare(case, data, who, line)
     device, repeats, warmup = args.device, args.repeats, args.warmup
     step = time_ms(prepared.step, device, repeats, warmup)
     forward = time_ms(prepared.forward, device, repeats, 1)
@@ -90,7 +131,7 @@ def measure(case: Case, data: Data, who: Provider, line: tuple[str, str, str], a
     backward = time_ms(
         lambda: prepared.backward(held.pop()), device, repeats, 1, prepare=lambda: held.append(prepared.forward())
     )
-    return Result(
+    result = Result(
         case=case.name,
         provider=who.name,
         scope=scope,
@@ -101,53 +142,113 @@ def measure(case: Case, data: Data, who: Provider, line: tuple[str, str, str], a
         step=step,
         wall_ms=wall_ms(prepared.step, device, repeats),
         host_us=host_us(prepared.step, device),
-        peak_bytes=peak_bytes(prepared.step, device),
+        peak_bytes=peak_bytes(prepared.step, device, prepared.clear),
     )
+    if args.graph and mode == "eager":
+        try:
+            graph = graph_ms(prepared.step, device, repeats, prepared.clear)
+        except RuntimeError as error:
+            print(f"no graph of {case.name} {who.name} {' '.join(line)}: {error}".splitlines()[0], flush=True)
+        else:
+            result = dataclasses.replace(result, graph=graph)
+    prepared.clear()
+    return result
+
+
+@dataclasses.dataclass
+class Run:
+    """One run of the command: what was measured, what was not, and the gates' answers."""
+
+    args: argparse.Namespace
+    top: dict[str, str]
+    limits: Ceilings
+    command: str
+    results: list[Result] = dataclasses.field(default_factory=list)
+    skipped: list[Skipped] = dataclasses.field(default_factory=list)
+    gates: dict[tuple[str, str], str | None] = dataclasses.field(default_factory=dict)
+
+    def gate(self, case: Case, who: Provider) -> str | None:
+        """None if the provider may be timed on the case, else why not; asked once."""
+        key = (case.name, who.name)
+        if key not in self.gates:
+            if who.missing is not None:
+                self.gates[key] = who.missing
+                print(f"gate {case.name} {who.name}: {who.missing}", flush=True)
+                return who.missing
+            try:
+                wrong = gate.check(case, who, self.args.device)
+                self.gates[key] = None if wrong is None else f"RED GATE: {wrong}"
+                print(f"gate {case.name} {who.name}: {'green' if wrong is None else 'RED: ' + wrong}", flush=True)
+            except FAILURES as error:
+                traceback.print_exc()
+                self.gates[key] = f"gate failed: {type(error).__name__}: {error}"
+        return self.gates[key]
+
+    def line(self, case: Case, data: Data, who: Provider, line: Line) -> None:
+        """Measure one line, or say why not, and bring the file up to date."""
+        if any((r.case, r.provider, r.scope, r.form, r.mode) == (case.name, who.name, *line) for r in self.results):
+            return
+        reason, failed = self.gates[case.name, who.name], True
+        if not who.ours and (line[0] == "kernel" or line[1] in ("packed", "views")):
+            reason, failed = "this package's own", False
+        if reason is None:
+            try:
+                self.results.append(measure(case, data, who, line, self.args))
+                print(f"measured {case.name} {who.name} {' '.join(line)}", flush=True)
+            except FAILURES as error:
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self.skipped.append(Skipped(case.name, who.name, *line, reason, failed))
+            print(f"skipped {case.name} {who.name} {' '.join(line)}: {reason.splitlines()[0]}", flush=True)
+        if self.args.json:
+            write_json(self.args.json, as_json(self.top, self.limits, self.results, self.skipped, self.command))
+
+    def plan(self, plan: Plan) -> None:
+        """Every line of a plan, case by case, each provider after its gate."""
+        for case_name in plan.cases:
+            case = CASES[case_name]
+            data = None if self.args.gates_only else make_data(case, self.args.device)
+            for name in plan.providers:
+                who = provider(name, case)
+                self.gate(case, who)
+                for line in plan.lines():
+                    if data is not None:
+                        self.line(case, data, who, line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a gate was red or something that was asked for could not be measured."""
     args = parser().parse_args(argv)
+    if args.quick:
+        args.repeats, args.warmup = 5, 1
+    if args.set:
+        plans = [plan for name in args.set for plan in PLANS[name]]
+    else:
+        plans = [Plan(*(tuple(x) for x in (args.case, args.provider, args.scope, args.form, args.mode)))]
     top = header(args.device)
     print("  ".join(f"{name} {value}" for name, value in top.items()))
     limits = ceilings(args.device)
     print(
-        f"measured ceilings: copy {limits.bytes_per_s / 1e9:.0f} GB/s, matmul {limits.flops_per_s / 1e12:.2f} TFLOP/s"
+        f"measured ceilings: copy {limits.bytes_per_s / 1e9:.0f} GB/s, matmul {limits.flops_per_s / 1e12:.2f} TFLOP/s",
+        flush=True,
     )
-    results: list[Result] = []
-    skipped: list[Skipped] = []
-    for case_name in args.case:
-        case = CASES[case_name]
-        data = make_data(case, args.device)
-        for name in args.provider:
-            who = provider(name, case)
-            reason = who.missing
-            if reason is None:
-                try:
-                    wrong = gate.check(case, who, args.device)
-                    reason = None if wrong is None else f"RED GATE: {wrong}"
-                    print(f"gate {case_name} {name}: {'green' if wrong is None else 'RED: ' + wrong}", flush=True)
-                except (RuntimeError, ValueError, NotImplementedError, TypeError, AssertionError) as error:
-                    traceback.print_exc(limit=3)
-                    reason = f"gate: {type(error).__name__}: {error}"
-            for line in _lines(args):
-                if reason is None:
-                    try:
-                        results.append(measure(case, data, who, line, args))
-                        continue
-                    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-                        skipped.append(Skipped(case_name, name, *line, f"{type(error).__name__}: {error}"))
-                else:
-                    skipped.append(Skipped(case_name, name, *line, reason))
-                print(f"skipped {case_name} {name} {' '.join(line)}: {skipped[-1].reason.splitlines()[0]}", flush=True)
-    if results:
-        print(table(results, CASES, limits))
     command = "python -m gdn_ops.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
-    if args.json:
-        write_json(args.json, as_json(top, limits, results, skipped, command))
-    if args.chart and results:
-        write_chart(args.chart, results, top)
-    return 1 if skipped else 0
+    run = Run(args, top, limits, command)
+    try:
+        for plan in plans:
+            run.plan(plan)
+    finally:
+        # Whatever ends the run, what it has measured so far is shown.
+        if run.results:
+            print(table(run.results, CASES, limits))
+            cost = cost_table(run.results)
+            if cost is not None:
+                print(f"\nplain split views against the packed function\n{cost}")
+            if args.chart:
+                write_chart(args.chart, run.results, top)
+    red = any(reason is not None for reason in run.gates.values())
+    return 1 if red or any(s.failed for s in run.skipped) else 0
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ CASES = {
         Case("heads-4-8", 4, 8, 32768),
         Case("heads-2-4", 2, 4, 32768),
         Case("batch-8", 16, 32, 4096, batch=8),
+        Case("documents-8", 16, 32, 8 * 4096, (4096,) * 8),
         Case("short-256", 16, 32, sum(SHORT), SHORT),
         Case("small", 16, 32, 1024),
         Case("cpu", 4, 8, 4096, head_dim=64, dtype=torch.float32),

@@ -24,10 +24,14 @@ def summarise(samples: list[float]) -> Timing:
     return Timing(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
 
 
+CACHE_BYTES = 1 << 28
+"""Written before every timed call on a GPU: five times an H200's L2, so that no call finds its inputs there."""
+
+
 def time_ms(
     run: Callable[[], object], device: str, repeats: int, warmup: int, prepare: Callable[[], object] | None = None
 ) -> Timing:
-    """Time `run`, each repetition after an untimed `prepare`."""
+    """Time `run`, each repetition after an untimed `prepare` and, on a GPU, with a cold L2 cache."""
     for _ in range(warmup):
         if prepare is not None:
             prepare()
@@ -42,9 +46,11 @@ def time_ms(
             samples.append((time.perf_counter() - start) * 1e3)
         return summarise(samples)
     events = []
-    for _ in range(repeats):
+    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
+    for i in range(repeats):
         if prepare is not None:
             prepare()
+        flush.fill_(i % 100 + 1)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record()
         run()
@@ -81,10 +87,36 @@ def host_us(run: Callable[[], object], device: str, repeats: int = 20) -> float 
     return statistics.median(samples)
 
 
-def peak_bytes(run: Callable[[], object], device: str) -> int | None:
-    """Most memory that a call allocates beyond what was there before it; None on a CPU."""
+def graph_ms(run: Callable[[], object], device: str, repeats: int, clear: Callable[[], None]) -> Timing | None:
+    """Time replays of a CUDA graph of the call: device time without the host's; None on a CPU.
+
+    Raises RuntimeError where the call cannot be captured, for instance because it waits for the device.
+    """
     if device == "cpu":
         return None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    timing = time_ms(graph.replay, device, repeats, 3)
+    clear()  # gradients that live in the graph's memory
+    return timing
+
+
+def peak_bytes(run: Callable[[], object], device: str, clear: Callable[[], None]) -> int | None:
+    """Most memory that a call allocates beyond its inputs, outputs and gradients included; None on a CPU.
+
+    `clear` drops the results of earlier calls: freed inside the call, they would hide as much of what it allocates.
+    """
+    if device == "cpu":
+        return None
+    clear()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

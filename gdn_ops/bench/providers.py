@@ -1,6 +1,8 @@
 """Who is measured: this package and, where they are importable, the libraries that users have today."""
 
 import importlib
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,6 @@ import torch
 from torch import Tensor
 
 import gdn_ops
-from gdn_ops import settings
 from gdn_ops.bench.cases import Case, Data
 
 Run = Callable[[Data], Tensor]
@@ -23,6 +24,16 @@ class Provider:
     name: str
     call: Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor] | None
     missing: str | None = None
+    ours: bool = False
+    backend: str | None = None
+    deterministic: bool = True
+
+
+FAILURES = (
+    *(RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, ImportError, OSError),
+    subprocess.SubprocessError,
+)
+"""What another library's call, or its compiler, fails with; reported with its trace, and the run goes on."""
 
 
 def split(case: Case, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,16 +47,18 @@ def split(case: Case, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _ours(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return gdn_ops.chunk_gated_delta_rule(
-        q, k, v, data.g, data.beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm, cu_seqlens=data.cu_seqlens
-    )[0]
-
-
-def _with_backend(backend: str) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
+def _ours(deterministic: bool) -> Callable[[Case, Data, Tensor, Tensor, Tensor], Tensor]:
     def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with settings.configure(backend=backend):
-            return _ours(case, data, q, k, v)
+        return gdn_ops.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            data.g,
+            data.beta,
+            use_qk_l2norm_in_kernel=case.use_qk_l2norm,
+            cu_seqlens=data.cu_seqlens,
+            deterministic=deterministic,
+        )[0]
 
     return call
 
@@ -63,7 +76,7 @@ def _attention_gym_of(module: Any) -> Callable[[Case, Data, Tensor, Tensor, Tens
     def call(case: Case, data: Data, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if case.use_qk_l2norm:
             q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
-        return module.chunk_gdn(q, k, v, data.g, data.beta, cu_seqlens=data.cu_seqlens)[0]
+        return module.chunk_gdn(q, k, v, data.g, data.beta, cu_seqlens=data.cu_seqlens, impl="fused")[0]
 
     return call
 
@@ -85,22 +98,27 @@ _MODULES = {
     "transformers": ("transformers.models.qwen3_5.modeling_qwen3_5", _transformers_of),
 }
 
-NAMES = ("ours", "ours-triton", "ours-hopper", *_MODULES)
-"""ours: the backend that the package chooses; fla: flash-linear-attention (FLA_FLASH_QLA=0 keeps it on its own
-kernels); qla: FlashQLA; gym: attention-gym; transformers: its pure torch function."""
+OURS = ("ours", "ours-cpu", "ours-triton", "ours-hopper", "ours-unordered")
+NAMES = (*OURS, *_MODULES)
+"""ours: the backend that the package chooses, ours-BACKEND: that one, ours-unordered: with deterministic=False;
+fla: flash-linear-attention on its own kernels; qla: FlashQLA; gym: attention-gym; transformers: its pure torch
+function."""
 
 
 def provider(name: str, case: Case) -> Provider:
     """The provider of a name; never raises for one that is not installed or cannot take the case."""
-    if name == "ours":
-        return Provider(name, _ours)
-    if name in ("ours-triton", "ours-hopper"):
-        return Provider(name, _with_backend(name.removeprefix("ours-")))
+    if name in OURS:
+        backend = name.removeprefix("ours-") if name in ("ours-cpu", "ours-triton", "ours-hopper") else None
+        deterministic = name != "ours-unordered"
+        return Provider(name, _ours(deterministic), ours=True, backend=backend, deterministic=deterministic)
     path, make = _MODULES[name]
     if name == "transformers" and case.documents is not None:
         return Provider(name, None, "has no variable-length documents")
+    if name == "fla":
+        # Installed beside FlashQLA it hands its calls over; then this line would show FlashQLA under another name.
+        os.environ["FLA_FLASH_QLA"] = "0"
     try:
         module = importlib.import_module(path)
-    except ImportError as error:
+    except FAILURES as error:  # a library built for another torch or CUDA fails in its own ways while it loads
         return Provider(name, None, f"not importable ({error})")
     return Provider(name, make(module))

@@ -30,11 +30,12 @@ class Result:
     wall_ms: float
     host_us: float | None
     peak_bytes: int | None
+    graph: Timing | None = None
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was asked for and not measured, and why."""
+    """What was asked for and not measured, and why; `failed` unless the provider has no such line by nature."""
 
     case: str
     provider: str
@@ -42,6 +43,7 @@ class Skipped:
     form: str
     mode: str
     reason: str
+    failed: bool = True
 
 
 def _commit() -> str:
@@ -85,8 +87,20 @@ def _cell(timing: Timing) -> str:
 
 def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> str:
     """The results as text: times, peak memory, and how they stand to the measured ceilings."""
-    lines = [
-        ("case", "provider", "scope", "form", "mode", "forward ms", "backward ms", "step ms", "wall ms", "host us")
+    lines: list[tuple[str, ...]] = [
+        (
+            "case",
+            "provider",
+            "scope",
+            "form",
+            "mode",
+            "forward ms",
+            "backward ms",
+            "step ms",
+            "graph ms",
+            "wall ms",
+            "host us",
+        )
         + ("peak MB", "GB/s", "TFLOP/s", "floor/step")
     ]
     for r in results:
@@ -96,6 +110,7 @@ def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> st
             (r.case, r.provider, r.scope, r.form, r.mode)
             + tuple(_cell(x) for x in (r.forward, r.backward, r.step))
             + (
+                "-" if r.graph is None else _cell(r.graph),
                 f"{r.wall_ms:.3f}",
                 "-" if r.host_us is None else f"{r.host_us:.0f}",
                 "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}",
@@ -104,8 +119,42 @@ def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> st
                 f"{floor / r.step.median:.2f}",
             )
         )
+    return _aligned(lines)
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def cost_table(results: list[Result]) -> str | None:
+    """What plain split views cost against the packed function, in this package; None if both were not measured.
+
+    A checkpointed step is two forwards and one backward. "compiled, pass off" has no packed form of its own: its
+    plain code stands beside the compiled packed function.
+    """
+    measured = {(r.case, r.form, r.mode): r for r in results if r.provider == "ours" and r.scope == "row"}
+    ways = (
+        ("eager", "eager", "checkpointed", "eager"),
+        ("compiled", "compiled", "compiled-checkpointed", "compiled"),
+        ("compiled, pass off", "compiled-no-pass", None, "compiled"),
+    )
+    lines: list[tuple[str, ...]] = [("case", "run", "what", "plain ms", "packed ms", "plain/packed")]
+
+    def add(case: str, way: str, what: str, plain: Timing, packed: Timing) -> None:
+        ratio = f"{plain.median / packed.median:.3f}"
+        lines.append((case, way, what, f"{plain.median:.3f}", f"{packed.median:.3f}", ratio))
+
+    for case in dict.fromkeys(r.case for r in results):
+        for way, plain_mode, checkpointed, packed_mode in ways:
+            plain, packed = measured.get((case, "plain", plain_mode)), measured.get((case, "packed", packed_mode))
+            if plain is not None and packed is not None:
+                for what in ("forward", "backward", "step"):
+                    add(case, way, what, getattr(plain, what), getattr(packed, what))
+            both = [measured.get((case, form, checkpointed or "")) for form in ("plain", "packed")]
+            if both[0] is not None and both[1] is not None:
+                add(case, way, "checkpointed step", both[0].step, both[1].step)
+    return _aligned(lines) if len(lines) > 1 else None
 
 
 def as_json(

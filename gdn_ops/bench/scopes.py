@@ -32,6 +32,7 @@ class Prepared:
     forward: Callable[[], Any]
     backward: Callable[[Any], None]
     gradients: Callable[[], Any]
+    clear: Callable[[], None]
 
     def step(self) -> None:
         """One forward and one backward."""
@@ -39,9 +40,7 @@ class Prepared:
 
 
 def _backend_of(provider: Provider) -> contextlib.AbstractContextManager[Any]:
-    if provider.name.startswith("ours-"):
-        return settings.configure(backend=provider.name.removeprefix("ours-"))
-    return contextlib.nullcontext()
+    return contextlib.nullcontext() if provider.backend is None else settings.configure(backend=provider.backend)
 
 
 @contextlib.contextmanager
@@ -50,12 +49,20 @@ def _route(provider: Provider, packed_pass: bool) -> Iterator[None]:
         yield
 
 
+def _compile(run: Callable[..., Tensor], provider: Provider) -> Callable[..., Tensor]:
+    # Every line closes over other data with the same code: without a reset the later ones would meet Dynamo's
+    # recompile limit and run eagerly under the name "compiled". Other libraries break the graph; this one never may.
+    torch.compiler.reset()
+    return torch.compile(run, dynamic=False, fullgraph=provider.ours)
+
+
 def kernel(case: Case, data: Data, provider: Provider) -> Prepared:
     """The op on views of the row and its row-writing backward, below autograd."""
-    if not provider.name.startswith("ours"):
+    if not provider.ours:
         raise NotImplementedError("scope kernel measures this package's own ops")
     heads = {"num_qk_heads": case.num_qk_heads, "num_v_heads": case.num_v_heads, "head_dim": case.head_dim}
     options: dict[str, Any] = {**heads, "scale": case.head_dim**-0.5, "use_qk_l2norm": case.use_qk_l2norm}
+    options["deterministic"] = provider.deterministic
     inputs = (None, data.cu_seqlens)
     found: list[Any] = []
 
@@ -71,7 +78,7 @@ def kernel(case: Case, data: Data, provider: Provider) -> Prepared:
                 data.do, None, data.row, data.g, data.beta, *out[2:], *inputs, **options
             )
 
-    return Prepared(forward, backward, lambda: tuple(found[:3]))
+    return Prepared(forward, backward, lambda: tuple(found[:3]), found.clear)
 
 
 def row(
@@ -80,11 +87,15 @@ def row(
     """Packed row (or three contiguous leaves) in, its gradient out."""
     assert provider.call is not None
     call = provider.call
-    if form in ("packed", "views") and not provider.name.startswith("ours"):
+    if form in ("packed", "views") and not provider.ours:
         raise NotImplementedError(f"form {form} is this package's own")
     g, beta = (x.detach().clone().requires_grad_() for x in (data.g, data.beta))
     data = data._replace(g=g, beta=beta)
-    heads = {"num_qk_heads": case.num_qk_heads, "num_v_heads": case.num_v_heads, "head_dim": case.head_dim}
+    heads: dict[str, Any] = {
+        "num_qk_heads": case.num_qk_heads,
+        "num_v_heads": case.num_v_heads,
+        "head_dim": case.head_dim,
+    }
     if form == "contiguous":
         leaves = [x.detach().contiguous().requires_grad_() for x in split(case, data.row)]
     else:
@@ -101,6 +112,7 @@ def row(
                 **heads,
                 use_qk_l2norm_in_kernel=case.use_qk_l2norm,
                 cu_seqlens=data.cu_seqlens,
+                deterministic=provider.deterministic,
             )[0]
         views = gdn_ops.packed_qkv_views(xs[0], **heads) if form == "views" else split(case, xs[0])
         return call(case, data, *views)
@@ -109,7 +121,7 @@ def row(
     if recompute:
         run = lambda *xs: checkpoint(body, *xs, use_reentrant=False)  # noqa: E731
     if compiled:
-        run = torch.compile(run, dynamic=False)
+        run = _compile(run, provider)
 
     def clear() -> None:
         for x in (*leaves, g, beta):
@@ -124,7 +136,7 @@ def row(
         with _route(provider, packed_pass):
             o.backward(data.do)
 
-    return Prepared(forward, backward, lambda: (*(x.grad for x in leaves), g.grad, beta.grad))
+    return Prepared(forward, backward, lambda: (*(x.grad for x in leaves), g.grad, beta.grad), clear)
 
 
 def block(case: Case, data: Data, provider: Provider, silu: bool, packed_pass: bool) -> Prepared:
@@ -148,10 +160,13 @@ def block(case: Case, data: Data, provider: Provider, silu: bool, packed_pass: b
             packed = torch.nn.functional.silu(packed)
         return call(case, data, *split(case, packed)).flatten(-2) @ out
 
-    compiled = torch.compile(body, dynamic=False)
+    compiled = _compile(body, provider)
+
+    def clear() -> None:
+        x.grad = into.grad = out.grad = None
 
     def forward() -> Tensor:
-        x.grad = into.grad = out.grad = None
+        clear()
         with _route(provider, packed_pass):
             return compiled(x)
 
@@ -159,4 +174,4 @@ def block(case: Case, data: Data, provider: Provider, silu: bool, packed_pass: b
         with _route(provider, packed_pass):
             y.backward(dy)
 
-    return Prepared(forward, backward, lambda: (x.grad, into.grad, out.grad))
+    return Prepared(forward, backward, lambda: (x.grad, into.grad, out.grad), clear)

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+import gdn_ops
 from gdn_ops.bench import __main__ as command
-from gdn_ops.bench import cases, gate, measure, providers, report
+from gdn_ops.bench import cases, gate, measure, providers, report, scopes
 
 TINY = cases.Case("tiny", 1, 2, 70, (40, 0, 30), head_dim=8, dtype=torch.float32)
 
@@ -52,8 +53,13 @@ def test_gate_is_green_for_the_right_result_and_red_for_a_wrong_one(tiny):
     def wrong_call(case, data, q, k, v):
         return right.call(case, data, q, k, v) + 0.001
 
+    def scaled_queries(case, data, q, k, v):
+        return right.call(case, data, q, k, v) + (q - q.detach()).mean()
+
     wrong = providers.Provider("ours", wrong_call)
     assert "o: relative RMS" in gate.check(tiny, wrong, "cpu")
+    # The output is right to the bit; one gradient is not.
+    assert "dq: relative RMS" in gate.check(tiny, providers.Provider("ours", scaled_queries), "cpu")
     broken = providers.Provider("ours", lambda case, data, q, k, v: right.call(case, data, q, k, v) * float("nan"))
     assert "nan" in gate.check(tiny, broken, "cpu")
 
@@ -79,7 +85,7 @@ def test_command_measures_every_form_and_writes_json_and_chart(tiny, tmp_path, c
     ours = [r for r in found["results"] if r["provider"] == "ours"]
     assert len(ours) == 1 + 4 * 2
     assert all(0 < r["step"]["low"] <= r["step"]["median"] <= r["step"]["high"] for r in ours)
-    fla = [x for x in found["skipped"] if x["provider"] == "fla"]
+    fla = [x for x in found["skipped"] if x["provider"] == "fla" and x["failed"]]
     if fla:
         assert code == 1
         assert "not importable" in fla[0]["reason"]
@@ -87,6 +93,108 @@ def test_command_measures_every_form_and_writes_json_and_chart(tiny, tmp_path, c
     assert found["command"].startswith("python -m gdn_ops.bench --device cpu")
     assert chart.stat().st_size > 1000
     assert "floor/step" in capsys.readouterr().out
+
+
+def test_one_failing_provider_does_not_lose_the_others(tiny, monkeypatch, tmp_path, capsys):
+    right = providers.provider("ours", tiny)
+
+    def provider(name, case):
+        return right if name == "ours" else providers.Provider(name, lambda *_: {}["kernel"])
+
+    monkeypatch.setattr(command, "provider", provider)
+    target = tmp_path / "out.json"
+    argv = ["--device", "cpu", "--case", "tiny", "--provider", "fla,ours", "--repeats", "2", "--json", str(target)]
+    assert command.main(argv) == 1
+    found = json.loads(target.read_text())
+    assert [r["provider"] for r in found["results"]] == ["ours"]
+    assert found["skipped"][0]["reason"] == "gate failed: KeyError: 'kernel'"
+    assert "KeyError" in capsys.readouterr().err
+
+
+def test_a_line_that_only_this_package_has_is_no_failure(tiny, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    assert transformers
+    dense = cases.Case("tiny", 1, 2, 70, head_dim=8, dtype=torch.float32)
+    monkeypatch.setitem(cases.CASES, "tiny", dense)
+    argv = "--device cpu --case tiny --provider transformers --form plain,packed --repeats 2"
+    assert command.main(argv.split()) == 0
+
+
+def test_gates_only_measures_nothing(tiny, capsys):
+    assert command.main(["--device", "cpu", "--case", "tiny", "--gates-only"]) == 0
+    text = capsys.readouterr().out
+    assert "gate tiny ours: green" in text
+    assert "step ms" not in text
+
+
+def test_lines_of_a_plan():
+    plan = command.Plan(("main",), ("ours",), ("kernel", "row", "block"), ("plain", "packed"), command.MODES)
+    lines = plan.lines()
+    assert len(lines) == len(set(lines)) == 1 + (5 + 4) + 2
+    assert ("row", "packed", "compiled-no-pass") not in lines
+    for plans in command.PLANS.values():
+        for plan in plans:
+            assert set(plan.cases) <= set(cases.CASES)
+            assert set(plan.providers) <= set(providers.NAMES)
+            assert plan.lines()
+
+
+def test_cost_table_sets_plain_against_packed():
+    def line(form, mode, ms):
+        one, two = measure.Timing(ms, ms, ms), measure.Timing(2 * ms, 2 * ms, 2 * ms)
+        return report.Result("main", "ours", "row", form, mode, one, two, measure.Timing(3 * ms, 0, 0), 0, None, None)
+
+    assert report.cost_table([line("plain", "eager", 1.0)]) is None
+    lines = [line("plain", "eager", 1.5), line("packed", "eager", 1.0), line("packed", "compiled", 1.0)]
+    lines += [line("plain", "compiled-no-pass", 2.0), line("plain", "checkpointed", 3.0)]
+    lines += [line("packed", "checkpointed", 2.0)]
+    found = [" ".join(x.split()) for x in report.cost_table(lines).splitlines()]
+    assert found == [
+        "case run what plain ms packed ms plain/packed",
+        "main eager forward 1.500 1.000 1.500",
+        "main eager backward 3.000 2.000 1.500",
+        "main eager step 4.500 3.000 1.500",
+        "main eager checkpointed step 9.000 6.000 1.500",
+        "main compiled, pass off forward 2.000 1.000 2.000",
+        "main compiled, pass off backward 4.000 2.000 2.000",
+        "main compiled, pass off step 6.000 3.000 2.000",
+    ]
+
+
+@pytest.mark.slow
+def test_compiled_lines_really_compile_each_time(tiny, monkeypatch):
+    started = []
+    compiled = torch.compile
+
+    def counted(run, **options):
+        started.append(options["fullgraph"])
+        return compiled(run, **options)
+
+    monkeypatch.setattr(torch, "compile", counted)
+    data = cases.make_data(tiny, "cpu")
+    ours = providers.provider("ours", tiny)
+    gradients = []
+    for form, packed_pass in (("plain", True), ("plain", False), ("packed", True)):
+        prepared = scopes.row(tiny, data, ours, form, compiled=True, recompute=False, packed_pass=packed_pass)
+        gdn_ops.reset_stats()
+        prepared.step()
+        stats = gdn_ops.stats()
+        gradients.append((prepared.gradients()[0], stats.packed_gradients))
+    assert started == [True] * 3
+    assert [count for _, count in gradients] == [1, 0, 1]
+    assert all(torch.equal(gradient, gradients[0][0]) for gradient, _ in gradients)
+
+
+@pytest.mark.gpu
+def test_command_on_a_gpu(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    target = tmp_path / "out.json"
+    assert command.main(["--case", "small", "--form", "packed", "--quick", "--graph", "--json", str(target)]) == 0
+    (found,) = json.loads(target.read_text())["results"]
+    assert found["graph"]["median"] > 0
+    row = cases.make_data(cases.CASES["small"], "cuda").row
+    assert found["peak_bytes"] > row.nbytes  # at least the row's gradient
 
 
 def test_unknown_words_are_refused(capsys):
