@@ -65,6 +65,23 @@ def outputs_of(node: Node) -> dict[int, Node]:
     return found
 
 
+def outputs_stay_inside(
+    fwd: Node, bwds: Sequence[Node], replaced: dict[Node, torch.Tensor], changes: dict[str, Any] | None = None
+) -> bool:
+    """Whether a forward call with other operands (fake values) and options changes the size of no output but those
+    that the backward calls alone use."""
+    args, kwargs = tree_map_only(
+        Node, lambda n: replaced.get(n, n.meta["val"]), (tuple(fwd.args), {**fwd.kwargs, **(changes or {})})
+    )
+    mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
+    with mode:
+        new = fwd.target(*args, **kwargs)  # type: ignore[operator]
+    for index, node in outputs_of(fwd).items():
+        if not same_sizes(node, [size(n) for n in new[index].shape]) and any(user not in bwds for user in node.users):
+            return False
+    return True
+
+
 class Extents:
     """Sizes as arguments of new nodes: ints where static, else nodes that compute them (made once each)."""
 

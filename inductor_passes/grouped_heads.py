@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from inductor_passes.edits import call, erase_unused, outputs_of, same_sizes, update_value
+from inductor_passes.edits import call, erase_unused, outputs_of, outputs_stay_inside, same_sizes, update_value
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of, size
 from inductor_passes.views import (
@@ -296,24 +296,11 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
                 return None
             sums.append(total)
     plan = GroupPlan(fwd, bwds, operands, sums)
-    return plan if _sizes_stay_inside(plan) else None
-
-
-def _sizes_stay_inside(plan: GroupPlan) -> bool:
-    """Outputs of the forward that change their size are used by the backward calls alone."""
-    if plan.fwd is None:
-        return True
-    replaced = {arguments(plan.fwd)[name]: _fake_source(found) for name, found in plan.operands.items()}
-    args, kwargs = tree_map_only(
-        Node, lambda n: replaced.get(n, n.meta["val"]), (tuple(plan.fwd.args), dict(plan.fwd.kwargs))
-    )
-    with _fake_mode((args, kwargs)):
-        new = plan.fwd.target(*args, **kwargs)  # type: ignore[operator]
-    for index, node in outputs_of(plan.fwd).items():
-        if not same_sizes(node, [size(n) for n in new[index].shape]):
-            if any(user not in plan.bwds for user in node.users):
-                return False
-    return True
+    if fwd is not None:
+        replaced = {given[0][name]: _fake_source(found) for name, found in operands.items()}
+        if not outputs_stay_inside(fwd, bwds, replaced):  # type: ignore[arg-type]
+            return None
+    return plan
 
 
 def _fake_mode(values: object) -> torch._subclasses.FakeTensorMode:

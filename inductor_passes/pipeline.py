@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from inductor_passes import registry, settings
 from inductor_passes.edits import outputs_of, restore_order
 from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
+from inductor_passes.norm_folding import find_norms, replace_norms
 from inductor_passes.operand_copies import find_operand_copies, replace_operand_copies
 from inductor_passes.packed_views import Left, RowPlan, conflicts, find_packed_row, replace_packed_row
 from inductor_passes.registry import PackedVariant
@@ -23,7 +24,8 @@ __all__ = ["MOVES", "CallSite", "counters", "find_calls", "observers", "rewrite_
 log = logging.getLogger("inductor_passes")
 
 counters: Counter[str] = Counter()
-"""What the passes did since the process started: graphs, packed, left, grouped_heads, copies_removed, microseconds."""
+"""What the passes did since the process started: graphs, calls packed, left, grouped_heads, norm_folded;
+copies_removed; microseconds spent."""
 
 
 @dataclass
@@ -35,6 +37,7 @@ class CallSite:
     bwds: list[Node]
     grouped_heads: bool = False
     copies_removed: int = 0
+    norm_folded: bool = False
 
 
 observers: list[Callable[[Graph, str], None]] = []
@@ -88,11 +91,14 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     _show(graph, "before")
     changed = False
     for site in sites:
-        if options.grouped_heads:
-            group = find_grouped_heads(site.variant, site.fwd, site.bwds)
-            if group is not None:
-                replace_grouped_heads(graph, group, site.variant)
-                site.grouped_heads = changed = True
+        # Heads may be repeated behind the norm or in front of it: whichever stands nearer to the op goes first.
+        changed |= options.grouped_heads and _group_heads(graph, site)
+        if options.fold_norm:
+            norms = find_norms(site.variant, site.fwd, site.bwds)
+            if norms is not None:
+                replace_norms(graph, norms, site.variant)
+                site.norm_folded = changed = True
+                changed |= options.grouped_heads and not site.grouped_heads and _group_heads(graph, site)
         if options.remove_copies and site.fwd is not None:
             copies = find_operand_copies(site.variant, site.fwd, site.bwds)
             if copies:
@@ -108,12 +114,22 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     counters["graphs"] += 1
     counters["packed"] += report.packed
     counters["grouped_heads"] += sum(site.grouped_heads for site in sites)
+    counters["norm_folded"] += sum(site.norm_folded for site in sites)
     counters["copies_removed"] += sum(site.copies_removed for site in sites)
     counters["left"] += len(report) - report.packed
     counters["microseconds"] += round(1e6 * (time.perf_counter() - started))
     if options.strict:
         _insist(report)
     return report
+
+
+def _group_heads(graph: Graph, site: CallSite) -> bool:
+    group = find_grouped_heads(site.variant, site.fwd, site.bwds)
+    if group is None:
+        return False
+    replace_grouped_heads(graph, group, site.variant)
+    site.grouped_heads = True
+    return True
 
 
 def _pack_rows(graph: Graph, sites: list[CallSite]) -> tuple[dict[Node, RowPlan], dict[Node, Left]]:
@@ -159,6 +175,7 @@ def _line(
         operands=operands,
         grouped_heads=site.grouped_heads,
         copies_removed=site.copies_removed,
+        norm_folded=site.norm_folded,
     )
 
 
