@@ -149,8 +149,8 @@ def _patched(
     print("compiling the same step with the pass off, to compare ...", flush=True)
     x, y = data[0]
     with inductor_passes.disabled():
-        off_grads, off_count = _gradients(model, step_off, x, y)
-    on_grads, on_count = _gradients(model, step_on, x, y)
+        off_grads, off_count, off_copies = _gradients(model, step_off, x, y)
+    on_grads, on_count, on_copies = _gradients(model, step_on, x, y)
     differing = [name for name, grad in on_grads.items() if not torch.equal(grad, off_grads[name])]
     on_ms, off_ms = _time_both(model, step_on, step_off, x, y, options.repeats)
     report = inductor_passes.explain(_loss, model, x, y)
@@ -162,6 +162,7 @@ def _patched(
         ("  gradient written as one packed row", f"{num_packed}", f"{off_count}"),
         ("  gradient concatenated from three", f"{len(report.calls) - num_packed}", f"{len(report.calls) - off_count}"),
         ("packed gradients counted in one step", f"{on_count}", f"{off_count}"),
+        ("operands copied in one step", f"{on_copies}", f"{off_copies}"),
         ("gradient MiB no longer read and written", f"{report.saved_bytes / 2**20:.1f}", ""),
         ("forward + backward, median ms", f"{on_ms:.1f}", f"{off_ms:.1f}"),
         ("gradients bitwise equal, on and off", f"{len(on_grads) - len(differing)} of {len(on_grads)}", ""),
@@ -284,13 +285,14 @@ def _train(
 
 def _gradients(
     model: nn.Module, loss_function: Callable[..., Tensor], x: Tensor, y: Tensor
-) -> tuple[dict[str, Tensor], int]:
-    """Every parameter's gradient, and how many packed gradients the step counted."""
-    before = gdn_ops.stats().packed_gradients
+) -> tuple[dict[str, Tensor], int, int]:
+    """Every parameter's gradient, and the packed gradients and the copies of operands that one step counted."""
+    before = gdn_ops.stats()
     loss_function(model, x, y).backward()
+    after = gdn_ops.stats()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return grads, gdn_ops.stats().packed_gradients - before
+    return grads, after.packed_gradients - before.packed_gradients, after.input_copies - before.input_copies
 
 
 def _time_both(

@@ -102,9 +102,9 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
                 "package (and pass seq_idx) to train on packed sequences, or pass one document a row"
             )
         return chunk_gated_delta_rule(
-            query,
-            key,
-            value,
+            _token_major(query),
+            _token_major(key),
+            _token_major(value),
             g,
             beta,
             initial_state=None if initial_state is None else initial_state.to(torch.float32),
@@ -115,6 +115,15 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
 
     setattr(replaced, _ORIGINAL, original)
     return replaced
+
+
+def _token_major(x: Tensor) -> Tensor:
+    """`x` with dense channels. transformers' own convolution returns its channels first, tokens dense.
+
+    The op would copy such operands itself, in the forward and again in the backward. Here the copy is one, and
+    `torch.compile` fuses it into the activation in front of it.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _modelling_modules(target: nn.Module | ModuleType | None) -> list[ModuleType]:

@@ -80,10 +80,13 @@ def test_patched_layer_equals_transformers_own(kind):
         actual = _run(layer, x)
     assert calls.names == ["chunk_fwd", "chunk_bwd"]
     assert actual.keys() == expected.keys()
-    for name, theirs in expected.items():
-        # Both compute in float32; a parameter's gradient sums over tokens: rounding scales with its whole size.
-        error = (actual[name] - theirs).norm() / theirs.norm()
-        assert error < 1e-3, f"{name}: relative error {error:.1e}"
+    layer.double()
+    exact = _run(layer, x.double())
+    for name, truth in exact.items():
+        ours, theirs = (((result[name] - truth).norm() / truth.norm()).item() for result in (actual, expected))
+        # Theirs loses digits in the decay's gradient, so it bounds how well the two can agree.
+        assert theirs < 5e-3, f"{name}: {theirs:.1e} between two implementations"
+        assert ours < 2 * theirs + 1e-6, f"{name}: error {ours:.1e}, theirs {theirs:.1e}"
 
 
 def test_unpatch_puts_the_same_function_back():
