@@ -94,7 +94,7 @@ def scratch_bytes(
     per_head = s.num_chunks * s.V * itemsize * (s.K if save == "states" else 2 * s.K + CHUNK)
     backward = per_head * (s.HV // turns) + (8 * s.num_chunks * s.HV if use_gate else 0)
     shared = tables + factors + (0 if kept else intermediates)
-    return ScratchBytes(shared, shared + backward)
+    return ScratchBytes(shared, shared + backward + 4 * rows * gradients.PARTIALS.value)
 
 
 def _intermediates(inputs: Inputs, options: Options, s: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,6 +171,7 @@ def chunk_bwd(
             )
         else:
             states, updates = kept_states, kept_updates
+        partials = q.new_empty((s.num_chunks, s.HV, gradients.PARTIALS.value, CHUNK), dtype=torch.float32)
         dgate_sums = None
         if inputs.A_log is not None:
             dgate_sums = q.new_empty((s.num_chunks, s.HV, 2), dtype=torch.float32)
@@ -183,8 +184,11 @@ def chunk_bwd(
             )  # fmt: skip
             gradients.gradients(
                 do, inputs, options, s, chunk_table, norms, gates, factors, states, updates, dstates,
-                out.dv, out.dq, out.dk, out.dg, out.dbeta, dgate_sums, first_head, num_heads,
+                out.dv, out.dq, out.dk, partials, first_head, num_heads,
             )  # fmt: skip
+        gradients.gate_gradients(
+            inputs, options, s, chunk_table, gates, factors, partials, out.dg, out.dbeta, dgate_sums
+        )
         if dgate_sums is not None:
             ddt_bias = None if inputs.dt_bias is None else out.ddt_bias
             gradients.gate_sums(s, chunk_table, dgate_sums, out.dA_log, ddt_bias)

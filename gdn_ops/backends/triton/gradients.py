@@ -49,6 +49,9 @@ _GRADIENTS = {
 }
 """By operand bytes and padded K (128: up to 128)."""
 
+PARTIALS = tl.constexpr(5)
+"""Rows of C sums per (chunk, value head): row sums of D and of W parts, column sums, written, <S, dS>."""
+
 
 @triton.jit
 def _aligned_range(SIZE: tl.constexpr, zero):
@@ -67,16 +70,13 @@ def _pair_pointers(first_ptr, first_stride_t, second_ptr, second_stride_t, offs_
 
 @triton.jit
 def _gradients_kernel(
-    do_ptr, q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, chunk_ptr,
-    norm_ptr, gate_ptr, factor_ptr, state_ptr, update_ptr, dstate_ptr, dv_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, dgate_sum_ptr,
-    scale, T, first_head, state_first_head, state_heads,
+    do_ptr, q_ptr, k_ptr, chunk_ptr, norm_ptr, gate_ptr, factor_ptr, state_ptr, update_ptr, dstate_ptr, dv_ptr,
+    dq_ptr, dk_ptr, partial_ptr, scale, T, first_head, state_first_head, state_heads,
     stride_ob, stride_ot, stride_oh, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_dvb, stride_dvt, stride_dvg, stride_dvr, stride_dqb, stride_dqt, stride_dqg, stride_dqr,
     stride_dkb, stride_dkt, stride_dkg, stride_dkr,
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VR: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, VR: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
@@ -90,16 +90,11 @@ def _gradients_kernel(
     dk_ptr += batch * stride_dkb + start * stride_dkt + head_k // KR * stride_dkg + head_k % KR * stride_dkr
     dv_ptr += batch * stride_dvb + start * stride_dvt
     if length < 0:
-        offs_t = tl.arange(0, CHUNK)
         offs_k = tl.arange(0, BK)
         zero_rows(dq_ptr, stride_dqt, -length, offs_k, K)
         zero_rows(dk_ptr, stride_dkt, -length, offs_k, K)
-        nothing = tl.zeros([CHUNK], tl.float32)
-        offs_g = (batch * T + start) * HV + offs_t * HV
         for r in tl.range(0, R):
             head = head_k * R + r
-            tl.store(dg_ptr + offs_g + head, nothing.to(dg_ptr.dtype.element_ty), mask=offs_t < -length)
-            tl.store(dbeta_ptr + offs_g + head, nothing.to(dbeta_ptr.dtype.element_ty), mask=offs_t < -length)
             for v0 in tl.static_range(0, V, BV):
                 dv_row_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
                 zero_rows(dv_row_ptr, stride_dvt, -length, v0 + tl.arange(0, BV), V)
@@ -154,6 +149,7 @@ def _gradients_kernel(
                 out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
                 z_RC = dot(out_RV, e_VC, z_RC, PRECISION)
+            tl.store(partial_ptr + (row * PARTIALS + 4) * CHUNK, state_product)
             causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
             decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - gate[None, :], 0.0))
             row_scale = tl.where(of_key, -1.0, scale)
@@ -168,7 +164,8 @@ def _gradients_kernel(
             # The gate's share of D and W is taken from float32 here. Row and column sums then cancel exactly for pairs
             # on one side of a gate; sums over dq and dk would leave their rounding, which drowns a strong gate.
             pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION) * z_RC
-            dbeta = tl.sum(pair_RC, 0)
+            partials = partial_ptr + row * PARTIALS * CHUNK
+            tl.store(partials + 2 * CHUNK + offs_t, tl.sum(pair_RC, 0))
             dgate_r = tl.sum(pair_RC * beta[None, :], 1)
             z_op_RC = operand(z_RC * beta[None, :], DTYPE)
 
@@ -180,7 +177,7 @@ def _gradients_kernel(
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
                 part_RK = dot(out_RV, state_VK, part_RK, PRECISION)
             part_RK = part_RK * f_r[:, None]
-            dgate_r += tl.sum(qk_RK.to(tl.float32) * part_RK, 1)
+            tl.store(partials + offs_r, dgate_r + tl.sum(qk_RK.to(tl.float32) * part_RK, 1))
             sum_RK = dot(z_op_RC, k_CK, sum_RK + part_RK, PRECISION)
 
             part_KC = tl.zeros([BK, CHUNK], tl.float32)
@@ -190,33 +187,8 @@ def _gradients_kernel(
                 e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
                 part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
             part_KC = part_KC * f_right[None, :]
-            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
+            tl.store(partials + 3 * CHUNK + offs_t, tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0))
             right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC + part_KC * beta[None, :], PRECISION)
-
-            dbeta += written
-            dtotal = tl.sum(written * beta, 0) + tl.exp2(total) * state_product
-            dgate = tl.sum(tl.reshape(dgate_r, [2, CHUNK]), 0)
-            dgate = tl.where(mask_t, dgate - beta * dbeta, 0.0)
-            dgate = tl.cumsum(dgate, 0, reverse=True) + dtotal
-            dgate = tl.where(mask_t, dgate, 0.0)
-            offs_g = (batch * T + start) * HV + offs_t * HV + head
-            if GATED:
-                raw = tl.load(g_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
-                if HAS_BIAS:
-                    raw += tl.load(dt_bias_ptr + head).to(tl.float32)
-                rate = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-                decay = rate * softplus(raw)
-                sum_ptr = dgate_sum_ptr + row * 2
-                tl.store(sum_ptr, tl.sum(dgate * decay, 0))
-                dgate = dgate * rate * sigmoid(raw)
-                tl.store(sum_ptr + 1, tl.sum(dgate, 0))
-            tl.store(dg_ptr + offs_g, operand(dgate, dg_ptr.dtype.element_ty), mask=mask_t)
-            if SIGMOID:
-                raw = tl.load(beta_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
-                dbeta = dbeta * sigmoid(raw) * sigmoid(-raw)
-            if DOUBLE:
-                dbeta = dbeta * 2.0
-            tl.store(dbeta_ptr + offs_g, operand(dbeta, dbeta_ptr.dtype.element_ty), mask=mask_t)
 
         offs_k = tl.arange(0, BK)
         offs_r = tl.arange(0, ROWS)
@@ -234,6 +206,52 @@ def _gradients_kernel(
             sum_RK -= qk32_RK * (norm_r * norm_r * tl.sum(qk32_RK * sum_RK, 1))[:, None]
         dqk_ptrs = _pair_pointers(dq_ptr, stride_dqt, dk_ptr, stride_dkt, offs_r, offs_k)
         tl.store(dqk_ptrs, operand(sum_RK, DTYPE), mask=mask)
+
+
+@triton.jit
+def _gate_gradients_kernel(
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, chunk_ptr, gate_ptr, factor_ptr, partial_ptr,
+    dg_ptr, dbeta_ptr, dgate_sum_ptr, T,
+    HV: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    chunk = (tl.program_id(0) // HV).to(tl.int64)
+    head = tl.program_id(0) % HV
+    batch, start, length = load_chunk(chunk_ptr, chunk)
+    offs_t = tl.arange(0, CHUNK)
+    offs_g = (batch * T + start) * HV + offs_t * HV + head
+    if length < 0:
+        nothing = tl.zeros([CHUNK], tl.float32)
+        tl.store(dg_ptr + offs_g, nothing.to(dg_ptr.dtype.element_ty), mask=offs_t < -length)
+        tl.store(dbeta_ptr + offs_g, nothing.to(dbeta_ptr.dtype.element_ty), mask=offs_t < -length)
+    if length > 0:
+        mask_t = offs_t < length
+        row = chunk * HV + head
+        total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
+        beta = tl.load(factor_ptr + (row * FACTORS + 3) * CHUNK + offs_t)
+        partials = partial_ptr + row * PARTIALS * CHUNK + offs_t
+        of_rows = tl.load(partials) + tl.load(partials + CHUNK)
+        written = tl.load(partials + 3 * CHUNK)
+        dbeta = tl.load(partials + 2 * CHUNK) + written
+        state_product = tl.load(partial_ptr + (row * PARTIALS + 4) * CHUNK)
+        dgate = tl.where(mask_t, of_rows - beta * dbeta, 0.0)
+        dgate = tl.cumsum(dgate, 0, reverse=True) + (tl.sum(written * beta, 0) + tl.exp2(total) * state_product)
+        dgate = tl.where(mask_t, dgate, 0.0)
+        if GATED:
+            raw = tl.load(g_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                raw += tl.load(dt_bias_ptr + head).to(tl.float32)
+            rate = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+            decay = rate * softplus(raw)
+            tl.store(dgate_sum_ptr + row * 2, tl.sum(dgate * decay, 0))
+            dgate = dgate * rate * sigmoid(raw)
+            tl.store(dgate_sum_ptr + row * 2 + 1, tl.sum(dgate, 0))
+        tl.store(dg_ptr + offs_g, operand(dgate, dg_ptr.dtype.element_ty), mask=mask_t)
+        if SIGMOID:
+            raw = tl.load(beta_ptr + offs_g, mask=mask_t, other=0.0).to(tl.float32)
+            dbeta = dbeta * sigmoid(raw) * sigmoid(-raw)
+        if DOUBLE:
+            dbeta = dbeta * 2.0
+        tl.store(dbeta_ptr + offs_g, operand(dbeta, dbeta_ptr.dtype.element_ty), mask=mask_t)
 
 
 @triton.jit
@@ -259,9 +277,9 @@ def _gate_sums_kernel(
 def gradients(
     do: Tensor, inputs: Inputs, options: Options, sizes: Sizes, chunks: Tensor, norms: Tensor, gates: Tensor,
     factors: Tensor, states: Tensor, updates: Tensor, dstates: Tensor, dv: Tensor, dq: Tensor, dk: Tensor,
-    dg: Tensor, dbeta: Tensor, dgate_sums: Tensor | None, first_head: int, num_heads: int,
+    partials: Tensor, first_head: int, num_heads: int,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dg, dbeta for a range of value heads (whole groups); dv is read, and zeroed past the end.
+    """Fill dq, dk and the partial sums for a range of value heads (whole groups); dv is read, and zeroed past the end.
 
     `states` and `updates` hold all heads or only the range.
     """
@@ -271,17 +289,28 @@ def gradients(
     state_heads = states.shape[1]
     launch(
         _gradients_kernel, sizes.num_chunks * (num_heads * sizes.HK // sizes.HV),
-        (do, q, k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, norms, gates, factors, states, updates, dstates,
-         dv, dq, dk, dg, dbeta, dgate_sums, options.scale, sizes.T, first_head,
-         0 if state_heads == sizes.HV else first_head, state_heads,
-         *do.stride()[:3], *q.stride()[:3], *k.stride()[:3],
-         *dv.stride()[:4], *dq.stride()[:4], *dk.stride()[:4]),
+        (do, q, k, chunks, norms, gates, factors, states, updates, dstates, dv, dq, dk, partials,
+         options.scale, sizes.T, first_head, 0 if state_heads == sizes.HV else first_head, state_heads,
+         *do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *dv.stride()[:4], *dq.stride()[:4], *dk.stride()[:4]),
         dict(HK=sizes.HK, HV=sizes.HV, HEADS=num_heads, K=sizes.K, V=sizes.V, BK=BK,
              BV=min(config.block_v, padded(sizes.V)), VR=dv.shape[3], QR=dq.shape[3], KR=dk.shape[3],
-             NORM=options.use_qk_l2norm, GATED=inputs.A_log is not None, HAS_BIAS=inputs.dt_bias is not None,
-             SIGMOID=options.use_beta_sigmoid, DOUBLE=options.allow_neg_eigval, STAGES=config.num_stages,
-             PRECISION=dot_precision(q.dtype)),
+             NORM=options.use_qk_l2norm, STAGES=config.num_stages, PRECISION=dot_precision(q.dtype)),
         config.num_warps, config.num_stages,
+    )  # fmt: skip
+
+
+def gate_gradients(
+    inputs: Inputs, options: Options, sizes: Sizes, chunks: Tensor, gates: Tensor, factors: Tensor,
+    partials: Tensor, dg: Tensor, dbeta: Tensor, dgate_sums: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill dg and dbeta from the partial sums, and each chunk's contribution to dA_log and ddt_bias."""
+    launch(
+        _gate_gradients_kernel, sizes.num_chunks * sizes.HV,
+        (inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, gates, factors, partials, dg, dbeta, dgate_sums,
+         sizes.T),
+        dict(HV=sizes.HV, GATED=inputs.A_log is not None, HAS_BIAS=inputs.dt_bias is not None,
+             SIGMOID=options.use_beta_sigmoid, DOUBLE=options.allow_neg_eigval),
+        num_warps=1, num_stages=1,
     )  # fmt: skip
 
 
