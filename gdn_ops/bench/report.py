@@ -114,8 +114,8 @@ def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> st
                 f"{r.wall_ms:.3f}",
                 "-" if r.host_us is None else f"{r.host_us:.0f}",
                 "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}",
-                f"{needed.bytes / r.step.median / 1e6:.0f}",
-                f"{needed.flops / r.step.median / 1e9:.1f}",
+                f"{needed.bytes / r.step.median / 1e6:.4g}",
+                f"{needed.flops / r.step.median / 1e9:.3g}",
                 f"{floor / r.step.median:.2f}",
             )
         )
