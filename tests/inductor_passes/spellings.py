@@ -359,7 +359,7 @@ def k_is_q(row):
     return q, q, v
 
 
-@spelling(packed="v", reason="packed_partly")
+@spelling(packed="kv", reason="packed_partly")
 def overlapping_slices(row):
     return heads(row[..., :QW], row[..., K : QW + K], row[..., 2 * QW :])
 

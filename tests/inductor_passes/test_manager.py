@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import fresh_cache
 
 import inductor_passes
 from inductor_passes import manager, registry
@@ -52,7 +51,8 @@ def train(*, seed=0, **compile_options):
     torch.manual_seed(seed)
     layer = Layer(SLICING)
     before = inductor_passes.counters["packed"]
-    with fresh_cache():
+    caches_off = {"fx_graph_cache": False}, {"enable_autograd_cache": False}
+    with inductor_config.patch(caches_off[0]), torch._functorch.config.patch(caches_off[1]):
         results = train_step(torch.compile(layer, **compile_options), layer, make_input(SLICING))
     return results, inductor_passes.counters["packed"] - before
 
@@ -278,7 +278,21 @@ def test_no_stale_code_between_processes_that_share_a_cache(tmp_path):
     assert upgraded == pytest.approx(3 * first), "the new formula runs, not the cached old one"
 
 
+def test_switched_off_by_the_environment():
+    code = "import inductor_passes; print(inductor_passes.settings.current().enabled)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "INDUCTOR_PASSES": "0"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "False"
+
+
 @pytest.mark.slow
-def test_switched_off_by_the_environment(tmp_path):
-    _, packed, _ = in_fresh_process("1", tmp_path, INDUCTOR_PASSES="0")
-    assert packed == 0
+def test_ahead_of_time_inference_runs_the_forward_passes(tmp_path):
+    spelling = SPELLINGS["repeat_interleave"]
+    torch.manual_seed(0)
+    layer, x = Layer(spelling), make_input(spelling)
+    before = inductor_passes.counters["grouped_heads"]
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "toy.pt2"))
+        assert torch.equal(torch._inductor.aoti_load_package(package)(x), layer(x))
+    assert inductor_passes.counters["grouped_heads"] == before + 1

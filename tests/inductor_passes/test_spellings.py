@@ -47,8 +47,9 @@ def test_spelling(name, graph):
     on, reports = compiled_step(name, **how)
     assert len(reports) == 1, "one graph, one compilation"
     (call,) = reports[0].calls
-    off, _ = compiled_step(name, enabled=False, **how)
-    assert_same(off, on)
+    if graph == "decomposed":  # what Inductor sees; elsewhere eager's whole numbers are the same bits
+        off, _ = compiled_step(name, enabled=False, **how)
+        assert_same(off, on)
     if spelling.extra != "returned":  # what a compiled function's output gets as .grad is not what eager's gets
         assert_same(eager_step(name, dynamic=dynamic), on, spelling.exact)
     if dynamic and not spelling.dynamic:
