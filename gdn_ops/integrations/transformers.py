@@ -78,7 +78,7 @@ def unpatch(target: nn.Module | ModuleType | None = None) -> list[str]:
 def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A function with transformers' arguments that calls ours, and remembers what it stands for."""
     # Without the causal_conv1d package transformers' own convolution ahead of the call mixes neighbouring documents.
-    keeps_documents_apart = importlib.util.find_spec("causal_conv1d") is not None
+    has_causal_conv1d = importlib.util.find_spec("causal_conv1d") is not None
 
     @functools.wraps(original)
     def replaced(
@@ -96,15 +96,17 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
     ) -> tuple[Tensor, Tensor | None]:
         # `chunk_size` only shapes the computation; `unused` holds the model call's other keywords (attention options
         # and the like), which transformers hands to every layer and its own function drops too.
-        if cu_seqlens is not None and not keeps_documents_apart:
+        if cu_seqlens is not None and not has_causal_conv1d:
             raise ValueError(
                 "cu_seq_lens_q: transformers' torch convolution mixes packed documents; install the causal_conv1d "
                 "package (and pass seq_idx) to train on packed sequences, or pass one document a row"
             )
+        if not has_causal_conv1d:  # whose result has dense channels
+            query, key, value = _token_major(query, key, value)
         return chunk_gated_delta_rule(
-            _token_major(query),
-            _token_major(key),
-            _token_major(value),
+            query,
+            key,
+            value,
             g,
             beta,
             initial_state=None if initial_state is None else initial_state.to(torch.float32),
@@ -117,13 +119,22 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
     return replaced
 
 
-def _token_major(x: Tensor) -> Tensor:
-    """`x` with dense channels. transformers' own convolution returns its channels first, tokens dense.
+def _token_major(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with dense channels, as parts of one row.
 
-    The op would copy such operands itself, in the forward and again in the backward. Here the copy is one, and
-    `torch.compile` fuses it into the activation in front of it.
+    transformers' torch convolution returns its channels first. The op would copy such operands itself, in the forward
+    and again in the backward; here they are copied once. Under `torch.compile` the strides seen while tracing need not
+    be those that Inductor gives the activation in the end, so there the row is always built, which Inductor does in
+    the kernel that computes the activation.
     """
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if not torch.compiler.is_compiling() and all(x.stride(-1) == 1 for x in (q, k, v)):
+        return q, k, v
+    if q.shape[-2] == v.shape[-2]:
+        # Older transformers repeats query and key heads first. The pass undoes that, if no row is built of the copies.
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    row = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)
+    q_part, k_part, v_part = row.split([x.shape[-2] * x.shape[-1] for x in (q, k, v)], dim=-1)
+    return q_part.unflatten(-1, q.shape[-2:]), k_part.unflatten(-1, k.shape[-2:]), v_part.unflatten(-1, v.shape[-2:])
 
 
 def _modelling_modules(target: nn.Module | ModuleType | None) -> list[ModuleType]:
