@@ -69,8 +69,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N+1] int32 or int64 on q's device: document boundaries along T, with B == 1. Starts at 0, never
             decreases, ends at or before T: tokens after the last document give zeros, and zero gradients. Documents
             may be empty. Values are not read on the host for a GPU (unless the debug setting is on).
-        cp_context: this rank's share of a batch that lies over several ranks (`gdn_ops.context_parallel`); q to beta are
-            its tokens, initial_state and final_state global: a final state's row is filled on the rank that holds the
+        cp_context: this rank's share of a batch that lies over ranks (`gdn_ops.context_parallel`): q to beta are
+            its tokens, initial_state and final_state global. A final state's row is filled on the rank that holds the
             document's last token and zero elsewhere, an initial state's gradient on the rank of its first token.
         use_gate_in_kernel: compute the decay in the op from `g`, `A_log` and `dt_bias`.
         A_log, dt_bias: [HV], any float dtype; `dt_bias` may be left out.
@@ -235,7 +235,8 @@ def _options(
         deterministic=deterministic,
     )
     checks.check_documents(cu_seqlens, batch, q.device)
-    checks.check_state(initial_state, (_num_documents(cu_seqlens, batch, cp_context), num_v_heads, key_dim, value_dim), q)
+    num_documents = _num_documents(cu_seqlens, batch, cp_context)
+    checks.check_state(initial_state, (num_documents, num_v_heads, key_dim, value_dim), q)
     checks.check_gate_parameters(use_gate_in_kernel, A_log, dt_bias, num_v_heads, q.device)
     return {
         "scale": checks.check_scale(scale, key_dim),

@@ -1,13 +1,11 @@
 """Activation checkpointing without a second exchange.
 
-Two ways. Selective checkpointing, eager or compiled, with `checkpoint_policy`: what was exchanged is kept like any other
-op's output. Or, for eager non-reentrant `torch.utils.checkpoint.checkpoint`, a `RecomputeHandle`: the first forward puts
-what it received into it, the recompute takes it out.
+Two ways. Selective checkpointing, eager or compiled, with `checkpoint_policy`: what was exchanged is kept as any other
+op's output can be. Or, for eager non-reentrant `torch.utils.checkpoint.checkpoint`, a `RecomputeHandle`: the first
+forward puts what it received into it, the recompute takes it out.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep what context parallelism exchanged.
+    """Policy for `create_selective_checkpoint_contexts` of torch: keep what context parallelism exchanged.
 
         context_fn = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
         checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
@@ -67,15 +65,7 @@ class RecomputeHandle:
 
     def context_fn(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint.checkpoint(..., context_fn=handle.context_fn)`."""
-        return self._during("forward"), self._during("recompute")
-
-    @contextlib.contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
-        before, self._phase = self._phase, phase
-        try:
-            yield
-        finally:
-            self._phase = before
+        return _Phase(self, "forward"), _Phase(self, "recompute")
 
     def take(self, signature: tuple[Any, ...]) -> Received | None:
         """What the first forward received, in a recompute; None in a first forward, which has to exchange and `put`."""
@@ -111,3 +101,17 @@ class RecomputeHandle:
         """Keep what a first forward received."""
         with self._lock:
             self._received, self._signature, self._state = received, signature, "put"
+
+
+class _Phase(AbstractContextManager[None]):
+    """Tells a handle what is running; torch enters the same object again when a graph is run backward twice."""
+
+    def __init__(self, handle: RecomputeHandle, phase: str):
+        self._handle, self._name = handle, phase
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        self._before, self._handle._phase = self._handle._phase, self._name
+
+    def __exit__(self, *error: object) -> None:
+        self._handle._phase = self._before

@@ -21,9 +21,10 @@ class Context:
     Built once per batch and used by every layer. It holds tensors, ints and words only, so a graph can be traced
     through it; all sizes are equal on every rank.
 
-    plan: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange. num_documents: N, so initial and final states are [N,HV,K,V]
-    on every rank. num_tokens: this rank's own tokens. group_name: the process group, or "" where no document crosses
-    ranks or there is one rank. exchange: "saved" or "replay". serial: tells one batch from another.
+    plan: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange. num_documents: N, so
+    initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens. group_name: the process
+    group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or "replay". serial: tells one
+    batch from another.
     """
 
     plan: Plan

@@ -19,7 +19,7 @@ from gdn_ops.context_parallel.plan import Plan
 
 
 class RankInputs(NamedTuple):
-    """One rank's local tensors, batch axis included: q, k, v, or the row as `q` with k and v None; initial_state global."""
+    """One rank's local tensors, batch axis included; the initial state is global. A row is `q`, with k and v None."""
 
     q: Tensor
     k: Tensor | None
@@ -45,11 +45,13 @@ class _Emulated(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
-            told = _exchange([path.forward_summary(call) for call in calls], ranks) if calls[0].linked else None
-            states = [path.received_states(call, told) for call in calls]
+            told: list[Tensor | None] = [None] * len(calls)
+            if calls[0].linked:
+                told = _exchange([path.forward_summary(call) for call in calls], ranks)
+            states = [path.received_states(call, words) for call, words in zip(calls, told, strict=True)]
             results = [path.forward(call, s, final, save) for call, s in zip(calls, states, strict=True)]
         outs = [x for o, last, _ in results for x in (o, last)]
-        ctx.save_for_backward(*tensors, told, *states, *(x for *_, saved in results for x in saved))
+        ctx.save_for_backward(*tensors, *told, *states, *(x for *_, saved in results for x in saved))
         ctx.meta = plans, ranks, options, heads
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -62,19 +64,19 @@ class _Emulated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plans, ranks, options, heads = ctx.meta
         kept = ctx.saved_tensors
-        tensors, (told, *rest) = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
-        states, saved = rest[: len(plans)], rest[len(plans) :]
+        tensors, rest = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
+        told, states, saved = rest[: len(plans)], rest[len(plans) : 2 * len(plans)], rest[2 * len(plans) :]
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
             dos = [path.zero_output_gradient(c) if x is None else x for c, x in zip(calls, grads[::2], strict=True)]
             dfinals = grads[1::2]
-            heard = None
+            heard: list[Tensor | None] = [None] * len(calls)
             if calls[0].linked:
                 words = [path.backward_summary(*x) for x in zip(calls, dos, dfinals, strict=True)]
                 heard = _exchange(words, ranks)
             found: list[Tensor | None] = []
             for i, call in enumerate(calls):
-                dlast = path.received_gradients(call, heard, told, dfinals[i])
+                dlast = path.received_gradients(call, heard[i], told[i], dfinals[i])
                 grad = path.backward(call, dos[i], dlast, states[i], tuple(saved[6 * i : 6 * i + 6]))
                 q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
                 found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]
@@ -82,17 +84,18 @@ class _Emulated(torch.autograd.Function):
         return (*(None,) * 6, *wanted)
 
 
-def _exchange(words: list[Tensor], ranks: int) -> Tensor:
-    return torch.cat(words) if ranks > 1 else words[0]
+def _exchange(words: list[Tensor], ranks: int) -> list[Tensor | None]:
+    """What each rank hears: all words, or its own where no document crosses ranks."""
+    return [torch.cat(words)] * len(words) if ranks > 1 else list(words)
 
 
 def _calls(plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, tensors: Sequence[Any]) -> list[Call]:
     width = len(RankInputs._fields)
     calls = []
     for i, plan in enumerate(plans):
-        q, k, v, *rest = tensors[width * i : width * (i + 1)]
-        operands = (None, None, None, q) if heads is not None else (q, k, v, None)
-        calls.append(Call(*operands, *rest, plan, ranks, options, heads))
+        rank = RankInputs(*tensors[width * i : width * (i + 1)])
+        q, row = (rank.q, None) if heads is None else (None, rank.q)
+        calls.append(Call(q, rank.k, rank.v, row, *rank[3:], plan, ranks, options, heads))
     return calls
 
 

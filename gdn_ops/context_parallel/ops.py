@@ -52,14 +52,16 @@ def _call(num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwa
     """tensors: operands, g, beta, initial_state, A_log, dt_bias."""
     options = {name: kwargs[name] for name in ("scale", *path.SWITCHES) if name in kwargs}
     heads = None
-    operands: tuple[Tensor | None, ...] = (*tensors[:3], None)
+    q, k, v, row = *tensors[:3], None
     if num_operands == 1:
-        operands = (None, None, None, tensors[0])
+        q, k, v, row = None, None, None, tensors[0]
         heads = (kwargs["num_qk_heads"], kwargs["num_v_heads"], kwargs["head_dim"])
-    g, beta, *rest = tensors[num_operands:]
+    g, beta, initial_state, A_log, dt_bias = tensors[num_operands:]
     assert g is not None
     assert beta is not None
-    return Call(*operands, g, beta, *rest, plan, kwargs["num_ranks"], options, heads)
+    return Call(
+        q, k, v, row, g, beta, initial_state, A_log, dt_bias, plan, kwargs["num_ranks"], options, heads
+    )  # fmt: skip
 
 
 def _run(

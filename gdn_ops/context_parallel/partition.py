@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """Where a fragment lies: its rank and its number among the rank's fragments."""
 
     rank: int
-    index: int
+    fragment: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Partition:
         for rank, part in enumerate(parts):
             if part.shape[dim] < self.tokens(rank):
                 raise ValueError(
-                    f"parts[{rank}]: expected at least {self.tokens(rank)} tokens along dim {dim}, got {part.shape[dim]}"
+                    f"parts[{rank}]: expected at least {self.tokens(rank)} tokens along dim {dim}, "
+                    f"got {part.shape[dim]}"
                 )
         held = torch.cat([part.narrow(dim, 0, self.tokens(rank)) for rank, part in enumerate(parts)], dim)
         order = torch.cat([self.positions(rank) for rank in range(self.num_ranks)]).argsort()

@@ -107,22 +107,22 @@ def make_plan(part: Partition, rank: int, device: torch.device) -> Plan:
     first, last = [-1] * N, [-1] * N
     for document, chain in enumerate(part.chains):
         if chain[0].rank == rank:
-            starts[chain[0].index], first[document] = document, chain[0].index
+            starts[chain[0].fragment], first[document] = document, chain[0].fragment
         if chain[-1].rank == rank:
-            ends[chain[-1].index], last[document] = document, chain[-1].index
+            ends[chain[-1].fragment], last[document] = document, chain[-1].fragment
 
     def segments(slots: dict[Place, int], count: int) -> list[int]:
         pairs = [end] * (2 * count)
         for place, slot in slots.items():
             if place.rank == rank:
-                pairs[2 * slot : 2 * slot + 2] = bounds[place.index : place.index + 2]
+                pairs[2 * slot : 2 * slot + 2] = bounds[place.fragment : place.fragment + 2]
         return pairs
 
     def documents(slots: dict[Place, int], count: int, of: list[int]) -> list[int]:
         found = [-1] * count
         for place, slot in slots.items():
             if place.rank == rank:
-                found[slot] = of[place.index]
+                found[slot] = of[place.fragment]
         return found
 
     def sources(
@@ -136,7 +136,7 @@ def make_plan(part: Partition, rank: int, device: torch.device) -> Plan:
                 if i == 0 or place.rank != rank:
                     continue
                 slot = slots[place]
-                receivers[slot] = place.index
+                receivers[slot] = place.fragment
                 for j, other in enumerate(way[:i]):
                     # Where no document crosses ranks, each rank hears itself only.
                     block = other.rank if part.crosses_ranks else 0

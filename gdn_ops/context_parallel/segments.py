@@ -4,8 +4,8 @@
                           else from zero), and, for the inner ones, M [HV,K,K], what it makes of the state it gets
     segment_summary_bwd   per segment dH [HV,K,V], the gradient of the state it got from nothing but its own outputs
                           (and the final state's gradient, if it ends a document)
-    segment_combine       S <- M S + H along each document: the state (or, with M transposed and the other way round, the
-                          final state's gradient) of every local fragment
+    segment_combine       S <- M S + H along each document: the state of every local fragment; or, with M transposed
+                          and the other way round, its final state's gradient
 
 One rank's words are one flat tensor of fixed size, [A*HV*K*V | M*HV*K*K] elements for A segments and M transitions, so
 one all-gather carries them. H and dH are computed as the op itself computes states, in the operands' dtype. M is

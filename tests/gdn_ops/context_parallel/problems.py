@@ -73,7 +73,8 @@ def answer(part, tensors, options):
     w_o, w_final = weights(part)
     loss = (o * w_o).sum() + (final * w_final).sum()
     loss.backward()
-    return {"o": o.detach(), "final_state": final.detach(), **{n: x.grad for n, x in leaves.items()}}
+    grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    return {"o": o.detach(), "final_state": final.detach(), **grads}
 
 
 def on_ranks(part, tensors, options, form="plain", save="solve"):
@@ -95,8 +96,9 @@ def on_ranks(part, tensors, options, form="plain", save="solve"):
     o = part.unshard([o for o, _ in results])
     final = sum(last for _, last in results)
     w_o, w_final = weights(part)
-    ((o * w_o).sum() + (final * w_final).sum()).backward()
-    return {"o": o.detach(), "final_state": final.detach(), **{n: x.grad for n, x in leaves.items()}}
+    ((o * w_o.to(o.device)).sum() + (final * w_final.to(o.device)).sum()).backward()
+    grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    return {"o": o.detach(), "final_state": final.detach(), **grads}
 
 
 def distance(found, expected):

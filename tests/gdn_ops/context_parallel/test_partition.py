@@ -1,0 +1,140 @@
+"""Who holds which token: layouts, explicit fragments, errors, and the inverse of sharding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdn_ops.context_parallel import Fragment, partition
+from gdn_ops.context_parallel.partition import LAYOUTS
+
+lengths = st.lists(st.integers(0, 40), min_size=0, max_size=6)
+
+
+def bounds(sizes):
+    total, out = 0, [0]
+    for size in sizes:
+        total += size
+        out.append(total)
+    return out
+
+
+@given(lengths, st.integers(1, 9), st.sampled_from(LAYOUTS), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_shard_and_unshard_are_inverse(sizes, num_ranks, layout, padding):
+    part = partition(bounds(sizes), num_ranks, layout)
+    x = torch.arange(2 * part.num_tokens).view(2, -1)
+    shards = [part.shard(x, rank, pad_to=part.max_tokens + padding) for rank in range(num_ranks)]
+    assert all(s.shape[1] == part.max_tokens + padding for s in shards)
+    assert torch.equal(part.unshard(shards), x)
+    assert sum(part.tokens(rank) for rank in range(num_ranks)) == part.num_tokens
+    assert {f.document for row in part.fragments for f in row} == set(range(part.num_documents))
+
+
+@given(lengths, st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_contiguous_ranks_differ_by_one_token_at_most(sizes, num_ranks):
+    part = partition(bounds(sizes), num_ranks)
+    counts = [part.tokens(rank) for rank in range(num_ranks)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_layouts_by_hand():
+    cu = [0, 4, 12]
+    assert partition(cu, 2).fragments == ((Fragment(0, 0, 4), Fragment(1, 0, 2)), (Fragment(1, 2, 6),))
+    assert partition(cu, 2, "zigzag").fragments == (
+        (Fragment(0, 0, 3), Fragment(1, 5, 3)),
+        (Fragment(0, 3, 1), Fragment(1, 0, 5)),
+    )
+    assert partition(cu, 2, "zigzag_per_document").fragments == (
+        (Fragment(0, 0, 1), Fragment(0, 3, 1), Fragment(1, 0, 2), Fragment(1, 6, 2)),
+        (Fragment(0, 1, 2), Fragment(1, 2, 4)),
+    )
+
+
+def test_cu_seqlens_may_be_a_tensor():
+    for dtype in (torch.int32, torch.int64):
+        assert partition(torch.tensor([0, 3, 9], dtype=dtype), 2) == partition([0, 3, 9], 2)
+    with pytest.raises(TypeError, match="cu_seqlens: expected int32 or int64"):
+        partition(torch.tensor([0.0, 3.0]), 2)
+
+
+def test_explicit_fragments_in_any_order():
+    part = partition([0, 10, 12], fragments=[[(1, 0, 2), (0, 6, 4), (0, 3, 0)], [(0, 0, 6)]])
+    assert part.num_ranks == 2
+    assert part.positions(0).tolist() == [10, 11, 6, 7, 8, 9]
+    assert part.document_positions(0).tolist() == [0, 1, 6, 7, 8, 9]
+    assert part.local_cu_seqlens(0) == (0, 2, 6)
+    assert [tuple(p) for p in part.chains[0]] == [(1, 0), (0, 1)]
+
+
+def test_a_document_without_tokens_belongs_to_who_names_it_or_to_rank_0():
+    part = partition([0, 0, 3, 3], fragments=[[(1, 0, 3)], [(2, 0, 0)]])
+    assert part.fragments == ((Fragment(1, 0, 3), Fragment(0, 0, 0)), (Fragment(2, 0, 0),))
+    assert not part.crosses_ranks
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        ([[(0, 0, 5)], [(0, 4, 6)]], r"fragments\[1\]\[0\]: token 4 of document 0 is held twice"),
+        ([[(0, 0, 5)], [(0, 6, 4)]], "tokens 5 to 5 of document 0 are missing"),
+        ([[(0, 0, 5)], []], "tokens 5 to 9 of document 0 are missing"),
+        ([[(0, 0, 11)]], r"fragments\[0\]\[0\]: expected tokens within the 10 of document 0"),
+        ([[(1, 0, 5)]], r"expected a document from 0 to 0, got 1"),
+        ([[(0, 0, -1)]], "expected tokens within"),
+        ([], "at least one rank"),
+    ],
+)
+def test_wrong_fragments_say_which(fragments, message):
+    with pytest.raises(ValueError, match=message):
+        partition([0, 10], fragments=fragments)
+
+
+def test_other_errors():
+    with pytest.raises(TypeError, match=r"fragments\[0\]\[0\]: expected \(document, offset, length\), got 3"):
+        partition([0, 10], fragments=[[3]])
+    with pytest.raises(TypeError, match="three ints"):
+        partition([0, 10], fragments=[[(0, 0.0, 10)]])
+    with pytest.raises(ValueError, match="layout: expected one of"):
+        partition([0, 10], 2, "round_robin")
+    with pytest.raises(TypeError, match="num_ranks: expected an int, got NoneType"):
+        partition([0, 10])
+    with pytest.raises(ValueError, match="num_ranks: expected at least 1, got 0"):
+        partition([0, 10], 0)
+    with pytest.raises(ValueError, match="expected one list a rank, 3, got 1"):
+        partition([0, 10], 3, fragments=[[(0, 0, 10)]])
+    with pytest.raises(ValueError, match="start at 0, got 5"):
+        partition([5, 10], 2)
+    with pytest.raises(ValueError, match="got 10 then 8 at index 2"):
+        partition([0, 10, 8], 2)
+    part = partition([0, 10], 2)
+    with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
+        part.tokens(2)
+    with pytest.raises(ValueError, match="x: expected at least 10 tokens along dim 1, got 9"):
+        part.shard(torch.zeros(1, 9), 0)
+    with pytest.raises(ValueError, match="pad_to: expected at least the 5 tokens of rank 0, got 4"):
+        part.shard(torch.zeros(1, 10), 0, pad_to=4)
+    with pytest.raises(ValueError, match="parts: expected one tensor a rank, 2, got 1"):
+        part.unshard([torch.zeros(1, 10)])
+    with pytest.raises(ValueError, match=r"parts\[1\]: expected at least 5 tokens along dim 1, got 4"):
+        part.unshard([torch.zeros(1, 5), torch.zeros(1, 4)])
+
+
+def test_sharding_is_differentiable():
+    part = partition([0, 7], 2, "zigzag")
+    x = torch.randn(1, 7, requires_grad=True)
+    weights = torch.arange(1.0, 8.0)
+    (part.unshard([part.shard(x, rank) for rank in range(2)]) * weights).sum().backward()
+    assert torch.equal(x.grad, weights[None])
+
+
+def test_exchange_bytes_do_not_depend_on_the_number_of_tokens():
+    heads = {"num_v_heads": 48}
+    short, long = (partition([0, tokens], 2).exchange_bytes(**heads) for tokens in (1000, 10**6))
+    # One state of [48, 128, 128] float32 each way: a chain of two needs no transition product.
+    assert short == long == (48 * 128 * 128 * 4, 48 * 128 * 128 * 4)
+    # Inner fragments add their transition products, in the forward only.
+    assert partition([0, 1000], 8).exchange_bytes(**heads) == (2 * short.forward, short.backward)
+    # Documents that stay on their rank cost nothing.
+    assert partition([0, 500, 1000], 2).exchange_bytes(**heads) == (0, 0)

@@ -1,0 +1,272 @@
+"""One rank of the distributed tests: runs the named cases and writes what it found as JSON.
+
+Started by test_distributed.py as `python worker.py BACKEND RANK RANKS STORE OUTPUT CASE...`.
+"""
+
+import functools
+import json
+import sys
+import time
+from datetime import timedelta
+
+import problems
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import gdn_ops
+from gdn_ops.context_parallel import RecomputeHandle, partition
+
+CU_SEQLENS = [0, 66, 66, 67, 131, 300]
+SHARED = ("final_state", "initial_state", "A_log", "dt_bias")
+
+
+class Rank:
+    """One rank's batch, and how to run it in several ways."""
+
+    def __init__(self, device, dtype, layout="zigzag", gate=True, exchange="saved", group=None):
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.options = problems.OPTIONS if gate else problems.PLAIN
+        self.part = partition(CU_SEQLENS, self.num_ranks, layout)
+        self.tensors = {n: x.to(device) for n, x in problems.batch(CU_SEQLENS, dtype=dtype, gate=gate).items()}
+        self.context = self.part.context(self.rank, group or dist.group.WORLD, device, exchange=exchange)
+
+    def op(self, row, g, beta, initial_state, A_log=None, dt_bias=None, form="plain", handle=None):
+        """The op on this rank's rows, spelled in one of four ways."""
+        options = {
+            "initial_state": initial_state, "use_gate_in_kernel": A_log is not None, "A_log": A_log,
+            "dt_bias": dt_bias, "cp_context": self.context, "recompute_handle": handle, **self.options,
+        }  # fmt: skip
+        HK, HV, D = problems.HEADS
+        heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
+        if form == "packed":
+            return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **heads, **options)
+        q, k, v = gdn_ops.packed_qkv_views(row, **heads) if form == "packed_views" else problems.split(row)
+        if form == "contiguous":
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if form == "hooked" and q.requires_grad:
+            q.register_hook(lambda grad: grad * 1)
+        return gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+
+    def run(self, function):
+        """Forward and backward; global results (equal on every rank) and the counters of this rank."""
+        part, pad = self.part, self.part.max_tokens
+        leaves = {}
+        for name, x in self.tensors.items():
+            local = part.shard(x, self.rank, pad_to=pad) if name in ("row", "g", "beta") else x.clone()
+            leaves[name] = local.requires_grad_()
+        gdn_ops.reset_stats()
+        arguments = dict(leaves)
+        # As from a projection: not a leaf.
+        arguments["row"] = leaves["row"] * 1
+        o, final = function(**arguments)
+        w_o, w_final = (w.to(self.device) for w in problems.weights(part))
+        ((o * part.shard(w_o, self.rank, pad_to=pad)).sum() + (final * w_final).sum()).backward()
+        stats = gdn_ops.stats().as_dict()
+        found = {"o": o.detach(), "final_state": final.detach(), **{n: x.grad for n, x in leaves.items()}}
+        for name in SHARED:
+            if name in found:
+                dist.all_reduce(found[name])
+        for name in ("o", "row", "g", "beta"):
+            parts = [
+                torch.empty_like(found[name], memory_format=torch.contiguous_format) for _ in range(self.num_ranks)
+            ]
+            dist.all_gather(parts, found[name].contiguous())
+            found[name] = part.unshard(parts)
+        return found, stats
+
+    def excess(self, found):
+        """By how much the worst result is beyond its error budget (at most 1 is within)."""
+        expected = problems.answer(self.part, {n: x.cpu() for n, x in self.tensors.items()}, self.options)
+        one = problems.on_ranks(partition(CU_SEQLENS, 1), self.tensors, self.options)
+        own = problems.distance({n: x.cpu() for n, x in one.items()}, expected)
+        errors = problems.distance({n: x.cpu() for n, x in found.items()}, expected)
+        rounding = 8e-3 if self.tensors["row"].dtype == torch.bfloat16 else 1e-5 if self.device.type == "cuda" else 1e-6
+        return max(error / (2 * own[name] + rounding) for name, error in errors.items())
+
+
+def differing(first, second):
+    return [name for name, x in first.items() if not torch.equal(x, second[name])]
+
+
+def case_layouts(device, dtype):
+    out = {}
+    for layout in ("contiguous", "zigzag", "zigzag_per_document"):
+        for gate in (True, False):
+            rank = Rank(device, dtype, layout, gate)
+            found, stats = rank.run(rank.op)
+            again, _ = rank.run(rank.op)
+            out[f"{layout} gate={gate}"] = {
+                "excess": rank.excess(found),
+                "differing": differing(found, again),
+                "exchanges": stats["context_exchanges"],
+            }
+    return out
+
+
+def ways(rank):
+    """Every way to call the op: form x (direct, checkpointed in three ways)."""
+    selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
+    for form in ("plain", "packed_views", "packed", "contiguous", "hooked"):
+        op = functools.partial(rank.op, form=form)
+        yield f"{form} direct", op, 2
+        yield f"{form} checkpoint", lambda op=op, **x: checkpoint(op, **x, use_reentrant=False), 3
+        yield (
+            f"{form} selective",
+            lambda op=op, **x: checkpoint(op, **x, use_reentrant=False, context_fn=selective),
+            2,
+        )
+        handle = RecomputeHandle()
+        yield (
+            f"{form} handle",
+            lambda op=op, h=handle, **x: checkpoint(op, handle=h, **x, use_reentrant=False, context_fn=h.context_fn),
+            2,
+        )
+
+
+def case_ways(device, dtype):
+    rank = Rank(device, dtype)
+    base, _ = rank.run(rank.op)
+    replaying = Rank(device, dtype, exchange="replay")
+    out = {}
+    for name, function, exchanges in [*ways(rank), ("replay", replaying.op, 3)]:
+        found, stats = rank.run(function)
+        out[name] = {
+            "differing": differing(base, found), "expected": exchanges, "exchanges": stats["context_exchanges"],
+            "packed": stats["packed_gradients"], "concatenations": stats["concatenations"],
+        }  # fmt: skip
+    return out
+
+
+def case_compiled(device, dtype):
+    """fullgraph on every rank, the packed pass included; the same graphs on all ranks."""
+    from torch._inductor.utils import fresh_cache
+
+    rank = Rank(device, dtype)
+    base, _ = rank.run(rank.op)
+    selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
+    functions = {
+        "plain": (rank.op, 2),
+        "packed": (functools.partial(rank.op, form="packed"), 2),
+        "checkpoint": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False), 3),
+        "selective": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False, context_fn=selective), 2),
+    }
+    out = {}
+    with fresh_cache():
+        for name, (function, exchanges) in functions.items():
+            torch._dynamo.reset()
+            found, stats = rank.run(torch.compile(function, fullgraph=True))
+            out[name] = {
+                "differing": differing(base, found), "expected": exchanges,
+                "exchanges": stats["context_exchanges"], "packed": stats["packed_gradients"],
+            }  # fmt: skip
+    return out
+
+
+def case_graphs(device, dtype):
+    """The text of the joint graph, which must be the same on every rank, and the collectives in it."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    rank = Rank(device, dtype)
+    texts = []
+
+    def keep(graph, inputs):
+        texts.append("\n".join(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    rank.run(torch.compile(rank.op, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True))
+    collected = [None] * rank.num_ranks
+    dist.all_gather_object(collected, texts)
+    return {
+        "equal": all(text == texts for text in collected),
+        "gathers": [text.count("_c10d_functional.all_gather_into_tensor") for text in texts],
+        "backwards": [text.count("gdn.chunk_bwd.default") for text in texts],
+    }
+
+
+def case_mesh(device, dtype):
+    mesh = dist.device_mesh.init_device_mesh(
+        device.type, (1, dist.get_world_size()), mesh_dim_names=("data", "context")
+    )
+    rank = Rank(device, dtype, group=mesh["context"])
+    found, stats = rank.run(rank.op)
+    errors = {}
+    for name, call in {
+        "two dimensions": lambda: rank.part.context(rank.rank, mesh, device),
+        "wrong rank": lambda: rank.part.context((rank.rank + 1) % rank.num_ranks, dist.group.WORLD, device),
+        "wrong size": lambda: partition([0, 9], rank.num_ranks + 1).context(rank.rank, dist.group.WORLD, device),
+        "no group": lambda: rank.part.context(rank.rank, None, device),
+        "wrong type": lambda: rank.part.context(rank.rank, "world", device),
+    }.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            errors[name] = str(error)
+    return {"excess": rank.excess(found), "exchanges": stats["context_exchanges"], "errors": errors}
+
+
+def case_no_exchange(device, dtype):
+    """Documents that stay on their rank: no collective at all."""
+    del device, dtype
+    part = partition([0, 10, 20, 30, 40][: dist.get_world_size() + 1], dist.get_world_size())
+    context = part.context(dist.get_rank(), dist.group.WORLD, "cpu")
+    tensors = problems.batch([0, 10])
+    gdn_ops.reset_stats()
+    row = tensors["row"].requires_grad_()
+    o, _ = gdn_ops.chunk_gated_delta_rule(
+        *problems.split(row), -tensors["g"].abs(), tensors["beta"], cp_context=context
+    )
+    o.sum().backward()
+    return {"exchanges": gdn_ops.stats().context_exchanges, "group": context.group_name}
+
+
+def case_failing_rank(device, dtype):
+    """The last rank leaves: the others' error names the collective, within the group's timeout."""
+    rank = Rank(device, dtype)
+    started = time.monotonic()
+    if rank.rank == rank.num_ranks - 1:
+        return {"left": True}
+    try:
+        rank.run(rank.op)
+    except RuntimeError as error:
+        return {"error": str(error), "cause": str(error.__cause__), "seconds": time.monotonic() - started}
+    return {"error": ""}
+
+
+def case_stuck_rank(device, dtype):
+    """The last rank is alive and never calls: the others' error comes with the group's timeout."""
+    rank = Rank(device, dtype)
+    started = time.monotonic()
+    if rank.rank == rank.num_ranks - 1:
+        time.sleep(9)
+        return {"left": True}
+    try:
+        rank.run(rank.op)
+    except RuntimeError as error:
+        return {"error": str(error), "cause": str(error.__cause__), "seconds": time.monotonic() - started}
+    return {"error": ""}
+
+
+def main():
+    backend, rank, num_ranks, store, output, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(rank))
+    dtype = torch.float32 if backend == "gloo" else torch.bfloat16
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    short = any(case in ("failing_rank", "stuck_rank") for case in cases)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=int(rank), world_size=int(num_ranks),
+        timeout=timedelta(seconds=4 if short else 120),
+    )  # fmt: skip
+    results = {case: globals()[f"case_{case}"](device, dtype) for case in cases}
+    with open(output, "w") as file:
+        json.dump(results, file)
+    if not short:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
