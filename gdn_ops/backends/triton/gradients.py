@@ -149,7 +149,6 @@ def _gradients_kernel(
                 out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
                 z_RC = dot(out_RV, e_VC, z_RC, PRECISION)
-            tl.store(partial_ptr + (row * PARTIALS + 4) * CHUNK, state_product)
             causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
             decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - gate[None, :], 0.0))
             row_scale = tl.where(of_key, -1.0, scale)
@@ -164,8 +163,7 @@ def _gradients_kernel(
             # The gate's share of D and W is taken from float32 here. Row and column sums then cancel exactly for pairs
             # on one side of a gate; sums over dq and dk would leave their rounding, which drowns a strong gate.
             pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION) * z_RC
-            partials = partial_ptr + row * PARTIALS * CHUNK
-            tl.store(partials + 2 * CHUNK + offs_t, tl.sum(pair_RC, 0))
+            column_sums = tl.sum(pair_RC, 0)
             dgate_r = tl.sum(pair_RC * beta[None, :], 1)
             z_op_RC = operand(z_RC * beta[None, :], DTYPE)
 
@@ -177,7 +175,7 @@ def _gradients_kernel(
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
                 part_RK = dot(out_RV, state_VK, part_RK, PRECISION)
             part_RK = part_RK * f_r[:, None]
-            tl.store(partials + offs_r, dgate_r + tl.sum(qk_RK.to(tl.float32) * part_RK, 1))
+            dgate_r += tl.sum(qk_RK.to(tl.float32) * part_RK, 1)
             sum_RK = dot(z_op_RC, k_CK, sum_RK + part_RK, PRECISION)
 
             part_KC = tl.zeros([BK, CHUNK], tl.float32)
@@ -187,8 +185,15 @@ def _gradients_kernel(
                 e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
                 part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
             part_KC = part_KC * f_right[None, :]
-            tl.store(partials + 3 * CHUNK + offs_t, tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0))
+            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
             right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC + part_KC * beta[None, :], PRECISION)
+
+            # Stores come last: the compiler reuses the tiles loaded above only while nothing is written in between.
+            partials = partial_ptr + row * PARTIALS * CHUNK
+            tl.store(partials + offs_r, dgate_r)
+            tl.store(partials + 2 * CHUNK + offs_t, column_sums)
+            tl.store(partials + 3 * CHUNK + offs_t, written)
+            tl.store(partials + 4 * CHUNK, state_product)
 
         offs_k = tl.arange(0, BK)
         offs_r = tl.arange(0, ROWS)

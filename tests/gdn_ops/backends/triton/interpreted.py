@@ -1,0 +1,164 @@
+"""Run by test_interpreter.py in a process of its own: every check, its result as a line of JSON."""
+
+import importlib.util
+import json
+import pathlib
+import sys
+
+import torch
+
+_spec = importlib.util.spec_from_file_location("harness", pathlib.Path(__file__).with_name("harness.py"))
+assert _spec is not None and _spec.loader is not None
+harness = importlib.util.module_from_spec(_spec)
+sys.modules["harness"] = harness
+_spec.loader.exec_module(harness)
+Case = harness.Case
+
+EVERYTHING = dict(norm=True, gate=True, sigmoid=True, double=True, initial=True, final=True)
+
+ERROR_CASES = {
+    "plain": Case(),
+    "float16": Case(dtype=torch.float16, documents=(130,), norm=True, initial=True, final=True),
+    "float16_groups": Case(dtype=torch.float16, documents=(63, 2), HK=2, HV=6, V=32),
+    "documents_with_empty_and_one_token": Case(documents=(0, 1, 0, 39, 25, 0), HK=2, HV=4, V=32),
+    "int64_boundaries": Case(documents=(3, 40), index_dtype=torch.int64),
+    "every_option": Case(documents=(3, 0, 66), **EVERYTHING),
+    "gate_without_bias": Case(gate=True, bias=False),
+    "states_only_zero_length": Case(documents=(0, 5), initial=True, final=True),
+    "tail_1": Case(documents=(65,)),
+    "tail_15": Case(documents=(15,)),
+    "tail_17": Case(documents=(17,)),
+    "tail_63": Case(documents=(127,)),
+    "dense_batch": Case(documents=None, B=2, T=66, HV=1, initial=True, final=True),
+    "tokens_past_the_end": Case(documents=(40, 1), unused=70, norm=True),
+    "head_sizes_not_powers_of_two": Case(K=40, V=24, norm=True, HV=1),
+    "value_blocks": Case(K=16, V=80, HV=1, initial=True, final=True),
+    "key_blocks": Case(K=144, V=16, HV=1, norm=True, documents=(20,)),
+    "zero_and_tiny_beta": Case(zero_beta=True),
+    "no_decay": Case(g_scale=0.0),
+    "strong_decay": Case(g_scale=200.0),
+    "extreme_gates": Case(g_values=(0.0, -0.05, -80.0, -1e4, -3e38)),
+    "packed_row": Case(rows="packed", HK=2, HV=4),
+    "interleaved_row": Case(rows="interleaved", HK=2, HV=4, V=32, unused=3, norm=True),
+    "save_states": Case(save="states", norm=True, initial=True),
+    "save_inputs": Case(save="inputs", norm=True, gate=True),
+}
+
+
+def _same(a: dict, b: dict) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in harness.NAMES)
+
+
+def strides_change_no_bit() -> bool:
+    results = []
+    for rows in ("dense", "heads_first", "sliced", "packed", "interleaved"):
+        case = Case(rows=rows, HK=2, HV=4, norm=True)
+        results.append(harness.run(case, harness.make(case)))
+    return all(_same(results[0], other) for other in results[1:])
+
+
+def save_levels_change_no_bit() -> bool:
+    results = []
+    for save in ("inputs", "solve", "states"):
+        case = Case(save=save, documents=(70, 3), **EVERYTHING)
+        results.append(harness.run(case, harness.make(case)))
+    case = Case(save="none", documents=(70, 3), **EVERYTHING)
+    none = harness.run(case, harness.make(case))
+    return all(_same(results[0], other) for other in results[1:]) and torch.equal(none["o"], results[0]["o"])
+
+
+def turns_change_no_bit() -> bool:
+    case = Case(HK=4, HV=8, documents=(66,), norm=True)
+    one = harness.run(case, harness.make(case))
+    limit = harness.backend.SCRATCH_LIMIT
+    harness.backend.SCRATCH_LIMIT = 1
+    try:
+        four = harness.run(case, harness.make(case))
+    finally:
+        harness.backend.SCRATCH_LIMIT = limit
+    return _same(one, four)
+
+
+def rest_of_the_row_is_untouched() -> bool:
+    case = Case(rows="interleaved", HK=2, HV=4, V=32)
+    row = harness.run(case, harness.make(case))["row"]
+    _, places = harness.layouts(case)
+    others = torch.ones(row.shape[-1], dtype=torch.bool)
+    for layout, heads, size in zip(places, (2, 2, 4), (16, 16, 32), strict=True):
+        for h in range(heads):
+            group, inner = divmod(h, layout.group_len)
+            at = layout.offset + group * layout.stride_group + inner * layout.stride_in_group
+            others[at : at + size] = False
+    return bool((row[..., others] == -7.0).all()) and bool(row[..., ~others].isfinite().all())
+
+
+def document_alone_as_in_pack() -> bool:
+    pack = Case(documents=(30, 67, 9), norm=True)
+    made = harness.make(pack)
+    inputs, options, do, _ = made
+    together = harness.run(pack, made)
+    alone = Case(documents=(67,), norm=True)
+    part = slice(30, 97)
+    cut = inputs._replace(
+        **{name: getattr(inputs, name)[:, part] for name in ("q", "k", "v", "g", "beta")},
+        cu_seqlens=torch.tensor([0, 67], dtype=torch.int32),
+    )
+    cut = cut._replace(g=cut.g.contiguous(), beta=cut.beta.contiguous())
+    single = harness.run(alone, (cut, options, do[:, part], None))
+    return all(torch.equal(together[n][:, part], single[n]) for n in ("o", "dq", "dk", "dv", "dg", "dbeta"))
+
+
+def nan_stays_in_its_document() -> bool:
+    case = Case(documents=(30, 67, 9), norm=True)
+    clean = harness.run(case, harness.make(case))
+    made = harness.make(case)
+    inputs, options, do, _ = made
+    for value in (float("nan"), float("inf")):
+        for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, do):
+            x[:, 30:97] = value
+        dirty = harness.run(case, (inputs, options, do, None))
+        for n in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            for part in (slice(0, 30), slice(97, None)):
+                if not torch.equal(clean[n][:, part], dirty[n][:, part]):
+                    return False
+    return True
+
+
+def unused_tokens_are_zero() -> bool:
+    case = Case(documents=(40, 1), unused=70, rows="packed", HK=2, HV=4)
+    made = harness.make(case)
+    for x in (made[0].q, made[0].k, made[0].v, made[0].g, made[0].beta, made[2]):
+        x[:, 41:] = float("nan")
+    got = harness.run(case, made)
+    return all(bool((got[n][:, 41:] == 0).all()) for n in ("o", "dq", "dk", "dv", "dg", "dbeta", "row"))
+
+
+def no_tokens() -> bool:
+    case = Case(documents=(0, 0), **EVERYTHING)
+    made = harness.make(case)
+    got = harness.run(case, made)
+    ok = torch.equal(got["final_state"], made[0].initial_state) and torch.equal(got["d_initial_state"], made[3])
+    return ok and bool((got["dA_log"] == 0).all()) and bool((got["ddt_bias"] == 0).all())
+
+
+def zero_key_tokens_in_float16() -> bool:
+    case = Case(dtype=torch.float16, norm=True)
+    made = harness.make(case)
+    made[0].k[:, ::2] = 0
+    made[0].q[:, 1::3] = 0
+    got, want = harness.run(case, made), harness.expected(case, made)
+    return all(harness.relative_error(got[n], want[n]) < 4e-3 for n in want)
+
+
+CHECKS = (
+    strides_change_no_bit, save_levels_change_no_bit, turns_change_no_bit, rest_of_the_row_is_untouched,
+    document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero, no_tokens, zero_key_tokens_in_float16,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, case in ERROR_CASES.items():
+        line = {"name": name, "dtype": str(case.dtype).removeprefix("torch."), "errors": harness.errors(case)}
+        print(json.dumps(line), flush=True)
+    for check in CHECKS:
+        print(json.dumps({"name": check.__name__, "passed": check()}), flush=True)
