@@ -1,6 +1,6 @@
 """The Hopper backend (sm_90): TMA, asynchronous tensor cores and warp specialisation, written in Gluon and Triton.
 
-Forward: `chunks` -> `norms` -> `gates` -> `solve`, `scores` -> `forward`. Backward: the same preparation as far as it
+Forward: `chunks` -> `norms` -> `gates` -> `scores` -> `solve` -> `forward`. Backward: the same preparation as far as it
 was not saved, then for one group of heads after the other `forward` (states and updates), `reverse`, `gradients`,
 `epilogue`. Every stage's file says what it computes and what stays on chip.
 
@@ -18,7 +18,7 @@ from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
 from gdn_ops.backends.hopper.epilogue import epilogue
 from gdn_ops.backends.hopper.forward import forward
-from gdn_ops.backends.hopper.gates import NUM_FACTORS, gates
+from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.norms import norms
 from gdn_ops.backends.hopper.reverse import reverse
@@ -30,9 +30,11 @@ from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
 HEAD_SIZE = 128
 
 _GROUPED_SCRATCH_BYTES = 2**29
-"""The backward goes through the heads in two groups where the scratch for states would exceed this.
+_GROUPED_PROGRAMS = 100
+"""The backward goes through the heads in two groups where the scratch for states would exceed these bytes and each
+group still has this many documents times heads, so that the sequential kernels keep the multiprocessors busy.
 
-16/48 heads, 32768 tokens: 2.0 GB of scratch become 1.0.
+16/48 heads, 32768 tokens in five documents: 2.0 GB of scratch become 1.0.
 """
 
 
@@ -147,7 +149,7 @@ def chunk_bwd(
 def head_groups(s: Sizes, keep_states: bool) -> list[range]:
     """The ranges of value heads that the backward works on one after the other; whole query/key heads each."""
     scratch = 0 if keep_states else _state_bytes(s, s.HV)
-    if scratch <= _GROUPED_SCRATCH_BYTES or s.HK == 1:
+    if scratch <= _GROUPED_SCRATCH_BYTES or s.N * (s.HV // 2) < _GROUPED_PROGRAMS or s.HK == 1:
         return [range(s.HV)]
     middle = (s.HK + 1) // 2 * (s.HV // s.HK)
     return [range(middle), range(middle, s.HV)]
@@ -166,7 +168,7 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     """
     s = sizes(inputs)
     tables = (s.num_chunks * 4 + s.N * 5 + 2) * 4
-    factors = s.num_chunks * s.HV * NUM_FACTORS * CHUNK * 4
+    factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
         prepared += s.B * s.T * 2 * s.HK * 4
@@ -213,14 +215,16 @@ def _prepare(
             updates=float32,
         )
     norm = kept.norms.view(s.B * s.T, 2, s.HK) if options.use_qk_l2norm else None
-    factors = kept.gates.new_empty((s.num_chunks, s.HV, NUM_FACTORS, CHUNK))
+    num_factors = NUM_FACTORS if norm is None else NUM_FACTORS_NORM
+    factors = kept.gates.new_empty((s.num_chunks, s.HV, num_factors, CHUNK))
     if norm is not None and not have:
         norms(q, k, norm)
     g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
     gates(g, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK, filled=have)
     if not have:
-        solve(k, beta, norm, kept.gates, kept.solve, chunks, options)
-        scores(q, k, norm, kept.gates, kept.scores, chunks, options)
+        products = kept.gates.new_empty((s.num_chunks, s.HK, CHUNK, CHUNK))
+        scores(q, k, norm, kept.gates, kept.scores, products, chunks, options)
+        solve(products, beta, kept.gates, kept.solve, chunks, options)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
 
 

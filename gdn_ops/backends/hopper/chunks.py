@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK
 
 # Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, H heads, D head size.
@@ -96,7 +97,9 @@ def _chunk_table_kernel(
                 tl.store(table_ptr + r * 4 + field, 0 * r, mask=r < NT)
 
 
-def chunk_table(cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, like: Tensor) -> Chunks:
+def chunk_table(
+    cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, like: Tensor
+) -> Chunks:
     """Lay out the chunks of one call; `num_chunks` is the upper bound NT. One launch, no synchronisation."""
     chunks = Chunks(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
@@ -104,7 +107,8 @@ def chunk_table(cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, 
         longest_first=like.new_empty((num_documents,), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
     )
-    _chunk_table_kernel[(num_documents + 1,)](
+    launch(
+        _chunk_table_kernel, (num_documents + 1,),
         cu_seqlens, *chunks, num_tokens, num_documents, num_chunks,
         num_tokens // num_documents if cu_seqlens is None else 0,
         HAS_CU=cu_seqlens is not None, C=CHUNK, DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
@@ -132,7 +136,8 @@ def _clear_ownerless_kernel(
 def clear_ownerless(x: Tensor, chunks: Chunks) -> None:
     """Write zeros to the tokens of [T,G,R,D] that come after the last document's end."""
     T, G, R, D = x.shape
-    _clear_ownerless_kernel[(triton.cdiv(T, _CLEARED_TOKENS),)](
+    launch(
+        _clear_ownerless_kernel, (triton.cdiv(T, _CLEARED_TOKENS),),
         x, chunks.totals, T, x.stride(0), x.stride(1), x.stride(2), G * R, R, D,
         TOKENS=_CLEARED_TOKENS, BLOCK_D=triton.next_power_of_2(D), num_warps=4,
     )  # fmt: skip

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.chunks import Chunks
-from gdn_ops.backends.hopper.gates import NUM_FACTORS, kept_from_zero, softplus, write_strength
+from gdn_ops.backends.hopper.gates import kept_from_zero, softplus, write_strength
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, SUM_KEYS_LEFT, SUM_KEYS_STATE, SUM_REST, SUM_STATES
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
 from gdn_ops.shapes import CHUNK, Options
 
@@ -60,7 +61,8 @@ def _epilogue_kernel(
     left_BC = _sum_rows(sums_at, mask, LEFT, 2, C)
     gates_BC = left_BC + _sum_rows(sums_at, mask, REST, 2, C)
     chunk_B = tl.sum(_sum_rows(sums_at, mask, STATE, 2, C), 1)
-    dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_h[:, None] & (offs_c < 32)[None, :] & (valid > 0), other=0.0), 1)
+    mask_dot = mask_h[:, None] & (offs_c < 32)[None, :] & (valid > 0)
+    dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_dot, other=0.0), 1)
     end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 3 * C
     chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
     dlog_BC = tl.cumsum(gates_BC, 1, reverse=True) + chunk_B[:, None]
@@ -94,7 +96,8 @@ def _epilogue_kernel(
 
 def epilogue(
     sums: Tensor, factors: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    chunks: Chunks, options: Options, dtype: torch.dtype, *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
+    chunks: Chunks, options: Options, dtype: torch.dtype,
+    *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
     """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C].
 
@@ -102,9 +105,10 @@ def epilogue(
     """
     NT, HV = factors.shape[:2]
     H = len(heads)
-    _epilogue_kernel[(NT, triton.cdiv(H, _HEADS))](
+    launch(
+        _epilogue_kernel, (NT, triton.cdiv(H, _HEADS)),
         sums, factors, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table, heads.start,
-        HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=NUM_FACTORS,
+        HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
         VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, REST=SUM_REST.value, STATE=SUM_KEYS_STATE.value,
         DOT=SUM_STATES.value,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,

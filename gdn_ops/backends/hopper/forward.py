@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
 from gdn_ops.shapes import CHUNK
 
@@ -48,7 +49,7 @@ def _produce(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     first, chunk0, num_chunks, h, q_column, k_column, v_column,
-    HV: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
+    HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4 + (_C * _D * 2 + _C * _C * 2 if OUTPUT else 0)
     for c in range(num_chunks):
@@ -61,7 +62,7 @@ def _produce(
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
         async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
         async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
-        async_load(factors_desc, [row * 4, 0], bar, factors_s.index(stage))
+        async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         if OUTPUT:
             async_load(q_desc, [token, q_column], bar, q_s.index(stage))
@@ -75,7 +76,7 @@ def _consume(
     factors_ptr, o_ptr, initial_ptr, final_ptr,
     first, last, chunk0, num_chunks, document, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -98,13 +99,13 @@ def _consume(
         state_MK = gl.load(initial_ptr + state_at + key[None, :] * _D + value[:, None])
     else:
         state_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
-    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (4 * _C) + 3 * _C
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
     decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
         row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
-        next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * 4 * _C))
+        next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C))
         rounded_MK = state_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -176,12 +177,12 @@ def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -190,12 +191,12 @@ def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def _forward_kernel(
     factors_ptr, o_ptr, initial_ptr, final_ptr, documents_ptr, order_ptr,
     q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -235,17 +236,17 @@ def _forward_kernel(
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, STAGES,
+                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
                 q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
-                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, HV, OUTPUT, STAGES,
+                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, HV, OUTPUT, FACTORS, STAGES,
             )),
         ],
         [4, 1],
@@ -273,7 +274,8 @@ def forward(
     else:
         states_desc, updates_desc, HS = square, square, HV
     stand_in = factors
-    _forward_kernel[(chunks.documents.shape[0] * len(heads),)](
+    launch(
+        _forward_kernel, (chunks.documents.shape[0] * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), square,
         tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
@@ -282,6 +284,6 @@ def forward(
         q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0,
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
         HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
-        STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
+        FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -6,7 +6,9 @@
         1  2^(G_end - G_i) / |k_i|          what a key writes into the state at the chunk's end
         2  scale * 2^G_i / |q_i|            what a query reads
         3  2^G_end                          how much of the state survives the chunk
-    with norms 1 where `use_qk_l2norm` is off, and factors 0 for tokens past the document's end.
+    with norms 1 where `use_qk_l2norm` is off, and factors 0 for tokens past the document's end. With norms three more
+    rows, [NT,HV,7,C], let `gradients` get a decay and both its norms from one exponential:
+        4  G_i - log2 |k_i|                 5  G_i - log2 |q_i|                 6  G_i + log2 |k_i|
 
 So the sequential kernels need no exponential, no mask and no normalised copy of q and k.
 Grid: one program a chunk and block of value heads.
@@ -19,11 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK, Options
 
 # Letters: NT chunks, HV value heads, HK query/key heads, H value heads of one program, C chunk length, R = HV / HK.
 
 NUM_FACTORS = 4
+NUM_FACTORS_NORM = 7
 
 _HEADS = 16
 _LOG2_E = math.log2(math.e)
@@ -103,6 +107,12 @@ def _gates_kernel(
             read_HC *= inv_k_HC
             write_HC *= inv_k_HC
             query_HC *= inv_q_HC
+            factors_at = factors_ptr + row[:, None] * (FACTORS * C) + offs_c[None, :]
+            log2_k_HC = tl.where(mask, tl.log2(inv_k_HC), 0.0)
+            log2_q_HC = tl.where(mask, tl.log2(inv_q_HC), 0.0)
+            tl.store(factors_at + 4 * C, gates_HC + log2_k_HC, mask=mask_h[:, None])
+            tl.store(factors_at + 5 * C, gates_HC + log2_q_HC, mask=mask_h[:, None])
+            tl.store(factors_at + 6 * C, gates_HC - log2_k_HC, mask=mask_h[:, None])
         factors_at = factors_ptr + row[:, None] * (FACTORS * C) + offs_c[None, :]
         tl.store(factors_at, tl.where(mask, read_HC, 0.0), mask=mask_h[:, None])
         tl.store(factors_at + C, tl.where(mask, write_HC, 0.0), mask=mask_h[:, None])
@@ -114,11 +124,15 @@ def gates(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor | None, out: Tensor, factors: Tensor,
     chunks: Chunks, options: Options, num_qk_heads: int, *, filled: bool,
 ) -> None:  # fmt: skip
-    """Fill `factors` [NT,HV,4,C], and `out` [NT,HV,C] unless it is `filled` already. g [T,HV]; norms [T,2,HK]."""
+    """Fill `factors` [NT,HV,4,C] (7 with norms), and `out` [NT,HV,C] unless it is `filled` already.
+
+    g [T,HV]; norms [T,2,HK].
+    """
     NT, HV = out.shape[:2]
-    _gates_kernel[(NT, triton.cdiv(HV, _HEADS))](
+    launch(
+        _gates_kernel, (NT, triton.cdiv(HV, _HEADS)),
         g, A_log, dt_bias, norms, out, factors, chunks.table, options.scale,
         HV=HV, HK=num_qk_heads, C=CHUNK, H=_HEADS, FROM_GATES=filled,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, HAS_NORMS=norms is not None,
-        LOG2_E=_LOG2_E, LEAST=_LEAST_LOG2_DECAY, FACTORS=NUM_FACTORS, num_warps=4,
+        LOG2_E=_LOG2_E, LEAST=_LEAST_LOG2_DECAY, FACTORS=factors.shape[2], num_warps=4,
     )  # fmt: skip

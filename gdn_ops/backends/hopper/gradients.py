@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
 from gdn_ops.backends.hopper.tma import async_load, clear_rows, cleared
 from gdn_ops.shapes import CHUNK
@@ -92,7 +93,7 @@ def _gradients_kernel(
     dq_stride_t, dq_stride_g, dq_stride_r, dq_group, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
     first_head, first_scratch_head, grid,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, HS: gl.constexpr, SUMS: gl.constexpr,
-    HAS_NORMS: gl.constexpr, NUM_WARPS: gl.constexpr,
+    FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
@@ -162,11 +163,18 @@ def _gradients_kernel(
         buffer = it % 2
         chunk, h_k, local, token, valid = _item(it, pid, grid, num_items, table_ptr, HK, R)
         at = chunk.to(gl.int64) * HV + first_head + local
-        gates_row = gl.load(gates_ptr + at * _C + row_C)
-        gates_col = gl.load(gates_ptr + at * _C + col_C)
-        read_C = gl.load(factors_ptr + at * (4 * _C) + row_K)
-        write_C = gl.load(factors_ptr + at * (4 * _C) + _C + row_K)
-        query_C = gl.load(factors_ptr + at * (4 * _C) + 2 * _C + row_K)
+        factors_at = factors_ptr + at * (FACTORS * _C)
+        if HAS_NORMS:
+            # The tiles of k and q are raw: the norms of each pair go into W and dP, through the exponent.
+            key_row = gl.load(factors_at + 4 * _C + row_C)
+            query_row = gl.load(factors_at + 5 * _C + row_C)
+            key_col = gl.load(factors_at + 6 * _C + col_C)
+        else:
+            key_row = gl.load(gates_ptr + at * _C + row_C)
+            key_col = gl.load(gates_ptr + at * _C + col_C)
+        read_C = gl.load(factors_at + row_K)
+        write_C = gl.load(factors_at + _C + row_K)
+        query_C = gl.load(factors_at + 2 * _C + row_K)
         sums_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C)
         chunk1, h_k1, local1, token1, valid1 = _item(it + 1, pid, grid, num_items, table_ptr, HK, R)
         chunk2, h_k2, local2, token2, valid2 = _item(it + 2, pid, grid, num_items, table_ptr, HK, R)
@@ -186,19 +194,11 @@ def _gradients_kernel(
         query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
         w_CC = warpgroup_mma_wait(3, deps=[w_CC])
         lower = (row_C[:, None] >= col_C[None, :]) & (row_C < valid)[:, None]
-        decay_CC = gl.where(lower, gl.exp2(gates_row[:, None] - gates_col[None, :]), 0.0)
-        if HAS_NORMS:
-            # The tiles of k and q are raw: both norms of each pair go into W and dP.
-            norm_at = norms_ptr + token.to(gl.int64) * (2 * (HV // R)) + h_first + h_k
-            inv_k_col = gl.load(norm_at + (HV // R) + col_C * (2 * (HV // R)), mask=col_C < valid, other=0.0)
-            inv_k_row = gl.load(norm_at + (HV // R) + row_C * (2 * (HV // R)), mask=row_C < valid, other=0.0)
-            inv_q_row = gl.load(norm_at + row_C * (2 * (HV // R)), mask=row_C < valid, other=0.0)
-            decay_CC = decay_CC * inv_k_col[None, :]
-            w_CC = w_CC * inv_k_row[:, None]
+        decay_CC = gl.where(lower, gl.exp2(key_row[:, None] - key_col[None, :]), 0.0)
         w_s.store(gl.where(row_C[:, None] > col_C[None, :], -w_CC * decay_CC, 0.0).to(dtype))
         p_CC = warpgroup_mma_wait(2, deps=[p_CC])
         if HAS_NORMS:
-            p_CC = p_CC * inv_q_row[:, None]
+            decay_CC = gl.where(lower, gl.exp2(query_row[:, None] - key_col[None, :]), 0.0)
         p_s.store((p_CC * decay_CC * scale).to(dtype))
         fence_async_shared()
         mbarrier.wait(bar_dstate, it & 1)
@@ -291,7 +291,8 @@ def gradients(
     dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
     items = gates.shape[0] * (len(heads) // R)
     grid = min(_num_multiprocessors(k.device), items)
-    _gradients_kernel[(grid,)](
+    launch(
+        _gradients_kernel, (grid,),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(do, (CHUNK, 128)),
         tma.rows(dv_rows, (CHUNK, 128)), tma.rows(states.view(-1, states.shape[-1]), (128, 128)),
         tma.rows(dstates.view(-1, dstates.shape[-1]), (128, 128)), tma.rows(updates.view(-1, CHUNK), (128, CHUNK)),
@@ -299,6 +300,7 @@ def gradients(
         q.stride(1), k.stride(1), do.stride(1), dv.stride(1), dv.stride(2), dv.shape[2],
         *(dq.stride()[:3]), dq.shape[2], *(dk.stride()[:3]), dk.shape[2],
         heads.start, heads.start if HS == HV else 0, grid,
-        HK=len(heads) // R, R=R, HV=HV, HS=HS, SUMS=NUM_SUMS, HAS_NORMS=norms is not None,
+        HK=len(heads) // R, R=R, HV=HV, HS=HS, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
+        HAS_NORMS=norms is not None,
         NUM_WARPS=_NUM_WARPS, num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import L2NORM_EPS
 
 # Letters: T tokens, HK query/key heads, K head size.
@@ -38,7 +39,8 @@ def _norms_kernel(
 def norms(q: Tensor, k: Tensor, out: Tensor) -> None:
     """Fill `out` [T,2,HK] from q and k [T,HK,K]."""
     T, HK, K = q.shape
-    _norms_kernel[(triton.cdiv(T, _TOKENS), HK)](
+    launch(
+        _norms_kernel, (triton.cdiv(T, _TOKENS), HK),
         q, k, out, T, q.stride(0), q.stride(1), k.stride(0), k.stride(1), L2NORM_EPS,
         HK=HK, K=K, TOKENS=_TOKENS, num_warps=4,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
 from gdn_ops.shapes import CHUNK
 
@@ -49,7 +50,7 @@ def _produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
-    HV: gl.constexpr, STAGES: gl.constexpr,
+    HV: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 4 * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
     for i in range(num_chunks):
@@ -64,7 +65,7 @@ def _produce(
         async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
         async_load(do_desc, [token, do_column], bar, do_s.index(2 * stage))
         async_load(do_desc, [token, do_column + _M], bar, do_s.index(2 * stage + 1))
-        async_load(factors_desc, [row * 4, 0], bar, factors_s.index(stage))
+        async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         async_load(q_desc, [token, q_column], bar, q_s.index(stage))
         async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
@@ -77,7 +78,7 @@ def _consume(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
     first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -104,14 +105,14 @@ def _consume(
         dstate_MK = gl.load(dfinal_ptr + state_at + key[None, :] * _D + value[:, None])
     else:
         dstate_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
-    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (4 * _C) + 3 * _C
-    decay = gl.load(end_ptr + (num_chunks - 1).to(gl.int64) * (HV * 4 * _C), mask=num_chunks > 0, other=0.0)
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
+    decay = gl.load(end_ptr + (num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C), mask=num_chunks > 0, other=0.0)
     for i in range(num_chunks):
         c = num_chunks - 1 - i
         stage = i % STAGES
         token = first + c * _C
         row = (chunk0 + c) * H + local
-        next_decay = gl.load(end_ptr + gl.maximum(c - 1, 0).to(gl.int64) * (HV * 4 * _C))
+        next_decay = gl.load(end_ptr + gl.maximum(c - 1, 0).to(gl.int64) * (HV * FACTORS * _C))
         rounded_MK = dstate_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
@@ -175,13 +176,13 @@ def _consume_low(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
     first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
         first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -191,13 +192,13 @@ def _consume_high(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
     first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
         first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -207,7 +208,7 @@ def _reverse_kernel(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, documents_ptr, order_ptr,
     q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, STAGES: gl.constexpr,
+    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -239,18 +240,18 @@ def _reverse_kernel(
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
                 first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
                 first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, STAGES,
+                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
                 q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
-                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h, HV, STAGES,
+                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h, HV, FACTORS, STAGES,
             )),
         ],
         [4, 1],
@@ -271,7 +272,8 @@ def reverse(
     HV = v.shape[1]
     columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
     dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
-    _reverse_kernel[(chunks.documents.shape[0] * len(heads),)](
+    launch(
+        _reverse_kernel, (chunks.documents.shape[0] * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
         tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)),
         tma.rows(factors.view(-1, CHUNK), (4, CHUNK)), tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128)),
@@ -281,6 +283,7 @@ def reverse(
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2],
         heads.start,
         R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=sums.shape[2],
-        HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None, STAGES=_STAGES,
+        HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
+        FACTORS=factors.shape[2], STAGES=_STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import torch
@@ -87,59 +87,73 @@ ACCURACY: dict[str, dict[str, Any]] = {
 }
 
 
-def accuracy(names: list[str]) -> None:
-    """Print relative errors against float64, one case a line, after checking isolation, determinism and save levels."""
-    for name, case in ACCURACY.items():
-        if names and name not in names:
-            continue
-        case = dict(case)
-        dense = case.pop("dense", False)
-        doubled = case.pop("doubled", False)
-        inputs, do, dfinal = oracle.make(**case)
-        options = Options(128**-0.5, case.get("norm", False), case.get("sigmoid", False), doubled)
-        bounds = case.get("bounds")
-        reference = oracle.run(inputs, options, do, dfinal, bounds)
-        if bounds is not None:
-            # Past the last document nothing may be read into a result, and results are zero.
-            for x in (inputs.q, inputs.k, inputs.v, do):
-                x[:, bounds[-1] :] = float("nan")
-        results = []
-        for save in ("solve", "states", "inputs", "solve"):
-            out = forward_once(inputs, options, save, dfinal is not None)
-            grads, row = backward_once(out, do, dfinal, inputs, options, packed=not dense)
-            results.append((out.o, out.final_state, *grads))
-        notes = []
-        for i, which in ((1, "states"), (2, "inputs"), (3, "again")):
-            if not all(torch.equal(a, b) for a, b in zip(results[0], results[i], strict=True)):
-                notes.append(f"{which} differs")
-        if row is not None and not row[..., -64:].isnan().all():
-            notes.append("row's own columns touched")
-        got = {"o": out.o, "q": grads.dq, "k": grads.dk, "v": grads.dv, "g": grads.dg, "beta": grads.dbeta}
-        want = {"o": reference.o} | reference.grads
-        if dfinal is not None:
-            got |= {"hT": out.final_state, "initial_state": grads.d_initial_state}
-            want["hT"] = reference.final_state
-        if inputs.A_log is not None:
-            got |= {"A_log": grads.dA_log, "dt_bias": grads.ddt_bias}
-        errors = {key: oracle.relative_error(x.reshape(want[key].shape), want[key]) for key, x in got.items()}
-        print(f"{name:9s}", " ".join(f"{key[:4]} {error:.2e}" for key, error in errors.items()), *notes, flush=True)
-        if name in ("base", "beta=0"):
-            isolation(inputs, do, dfinal, options, bounds, results[0])
+class Found(NamedTuple):
+    """Relative errors of one case, and which properties did not hold."""
+
+    errors: dict[str, float]
+    broken: list[str]
+    dtype: torch.dtype
 
 
-def isolation(inputs: Inputs, do: Tensor, dfinal: Any, options: Options, bounds: Any, results: Any) -> None:
-    """Fill document 2 with NaN: no other document's result may change by a bit."""
+def check_case(name: str) -> Found:
+    """Compare one case with float64; check bits across save levels and runs, the row's other columns, isolation."""
+    case = dict(ACCURACY[name])
+    dense = case.pop("dense", False)
+    doubled = case.pop("doubled", False)
+    inputs, do, dfinal = oracle.make(**case)
+    options = Options(128**-0.5, case.get("norm", False), case.get("sigmoid", False), doubled)
+    bounds = case.get("bounds")
+    want_all = oracle.run(inputs, options, do, dfinal, bounds)
+    if bounds is not None:
+        # Past the last document nothing may be read into a result, and results are zero.
+        for x in (inputs.q, inputs.k, inputs.v, do):
+            x[:, bounds[-1] :] = float("nan")
+    results = []
+    for save in ("solve", "states", "inputs", "solve"):
+        out = forward_once(inputs, options, save, dfinal is not None)
+        grads, row = backward_once(out, do, dfinal, inputs, options, packed=not dense)
+        results.append((out.o, out.final_state, *grads))
+    broken = []
+    for i, which in ((1, "save='states'"), (2, "save='inputs'"), (3, "second run")):
+        if not all(torch.equal(a, b) for a, b in zip(results[0], results[i], strict=True)):
+            broken.append(f"{which} has other bits")
+    if row is not None and not row[..., -64:].isnan().all():
+        broken.append("columns of the row that are not a gradient's were written")
+    if bounds is not None and not isolated(inputs, do, dfinal, options, bounds, results[0]):
+        broken.append("NaN in one document reached another")
+    got = {"o": out.o, "q": grads.dq, "k": grads.dk, "v": grads.dv, "g": grads.dg, "beta": grads.dbeta}
+    want = {"o": want_all.o} | want_all.grads
+    if dfinal is not None:
+        got |= {"hT": out.final_state, "initial_state": grads.d_initial_state}
+        want["hT"] = want_all.final_state
+    if inputs.A_log is not None:
+        got |= {"A_log": grads.dA_log, "dt_bias": grads.ddt_bias}
+    errors = {key: oracle.relative_error(x.reshape(want[key].shape), want[key]) for key, x in got.items()}
+    return Found(errors, broken, inputs.q.dtype)
+
+
+def isolated(
+    inputs: Inputs, do: Tensor, dfinal: Tensor | None, options: Options, bounds: list[int], results: tuple[Tensor, ...]
+) -> bool:
+    """Fill document 2 with NaN: does no other document's result change by a bit?"""
     a, b = bounds[2], bounds[3]
     poisoned = Inputs(*(x if x is None else x.clone() for x in inputs))
-    row_do = do.clone()
-    for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.g, poisoned.beta, row_do):
+    poisoned_do = do.clone()
+    for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.g, poisoned.beta, poisoned_do):
         x[:, a:b] = float("nan")
     out = forward_once(poisoned, options, "solve", dfinal is not None)
-    grads, _ = backward_once(out, row_do, dfinal, poisoned, options, packed=True)
-    same = True
-    for x, y in zip((out.o, *grads[:5]), (results[0], *results[2:7]), strict=True):
-        same &= torch.equal(x[:, :a], y[:, :a]) and torch.equal(x[:, b:], y[:, b:])
-    print("          isolation", "holds" if same else "BROKEN")
+    grads, _ = backward_once(out, poisoned_do, dfinal, poisoned, options, packed=True)
+    return all(
+        torch.equal(x.reshape(y.shape)[:, :a], y[:, :a]) and torch.equal(x.reshape(y.shape)[:, b:], y[:, b:])
+        for x, y in zip((out.o, *grads[:5]), (results[0], *results[2:7]), strict=True)
+    )
+
+
+def accuracy(names: list[str]) -> None:
+    """Print relative errors against float64, one case a line, and what did not hold."""
+    for name in names or ACCURACY:
+        found = check_case(name)
+        print(f"{name:9s}", " ".join(f"{k[:4]} {x:.2e}" for k, x in found.errors.items()), *found.broken, flush=True)
 
 
 def milliseconds(fn: Callable[[], Any], repeats: int = 20) -> float:

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from gdn_ops.backends import hopper
+from gdn_ops.backends.hopper import launch
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
 from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
 
@@ -82,7 +83,15 @@ def compile_case(
         compiled.append(run(fn, *args, grid=grid, warmup=True, **kwargs))
         return compiled[-1]
 
+    class Forgetful(dict):
+        """Remembers no compiled kernel: one that was compiled for a target without a GPU must not be launched."""
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            pass
+
     run = JITFunction.run
+    launch._compiled = Forgetful()
+    torch.cuda.current_device = lambda: 0
     driver = triton.runtime.driver
     JITFunction.run = compile_only
     driver.set_active(_OfflineDriver())

@@ -1,5 +1,6 @@
 """A chunked float64 recurrence under autograd, quick enough for long documents on a GPU, and seeded inputs for it."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ class Result(NamedTuple):
 
 
 def run(inputs: Inputs, options: Options, do: Tensor, dfinal_state: Tensor | None, bounds: list[int] | None) -> Result:
-    """Evaluate outputs and all gradients. `bounds` are the values of cu_seqlens (None: every batch entry a document)."""
+    """Evaluate outputs and all gradients; `bounds` are cu_seqlens' values (None: every batch entry a document)."""
     leaves = {
         name: x.detach().double().requires_grad_()
         for name, x in inputs._asdict().items()
@@ -39,7 +40,7 @@ def run(inputs: Inputs, options: Options, do: Tensor, dfinal_state: Tensor | Non
         beta = beta.sigmoid()
     if options.allow_neg_eigval:
         beta = 2 * beta
-    documents = [(b, 0, T) for b in range(B)] if bounds is None else [(0, *x) for x in zip(bounds, bounds[1:])]
+    documents = [(b, 0, T) for b in range(B)] if bounds is None else [(0, *x) for x in itertools.pairwise(bounds)]
     o = torch.zeros(B, T, HV, V, dtype=torch.float64, device=q.device)
     finals, pieces = [], []
     for n, (b, start, end) in enumerate(documents):

@@ -1,0 +1,78 @@
+"""The Hopper backend against the float64 recurrence, on the GPU: every case of `measure.ACCURACY`."""
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import measure
+import oracle
+
+from gdn_ops.backends import hopper
+from gdn_ops.shapes import Options
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""Twice the largest error of a well conditioned case measured on an H200 (docs/kernels_hopper.md), rounded up."""
+
+
+@pytest.mark.parametrize("name", measure.ACCURACY)
+def test_results_and_gradients(name: str) -> None:
+    """Accuracy, equal bits at every save level and on a second run, the row's own columns untouched, isolation."""
+    found = measure.check_case(name)
+    assert found.broken == []
+    bound = BOUND[found.dtype] * (4 if name == "parallel" else 1)
+    assert all(error <= bound for error in found.errors.values()), found.errors
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_hardly_any_tokens(tokens: int) -> None:
+    inputs, do, dfinal = oracle.make(bounds=[0, 0, tokens], initial=True)
+    options = Options(128**-0.5)
+    out = measure.forward_once(inputs, options, "solve", final=True)
+    grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    assert torch.equal(out.final_state[0], inputs.initial_state[0]), "an empty document passes its state on"
+    assert torch.equal(grads.d_initial_state[0], dfinal[0])
+    assert not out.o.isnan().any()
+    assert not grads.dv.isnan().any()
+
+
+def test_first_call_under_graph_capture() -> None:
+    """A shape that nothing has run yet is captured at once, and its replay gives an eager call's bits."""
+    inputs, do, dfinal = oracle.make(HK=3, HV=6, bounds=[0, 100, 321], initial=True, seed=7)
+    options = Options(128**-0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = measure.forward_once(inputs, options, "solve", final=True)
+        grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    graph.replay()
+    captured = [x.clone() for x in (*out[:2], *grads)]
+    out = measure.forward_once(inputs, options, "solve", final=True)
+    grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    assert all(torch.equal(a, b) for a, b in zip(captured, (*out[:2], *grads), strict=True))
+
+
+def test_targets_and_gradients_that_tma_cannot_address() -> None:
+    """An expanded output gradient is copied; targets off 16 bytes get the same bits as aligned ones."""
+    inputs, do, _ = oracle.make(HK=2, HV=2, bounds=[0, 70, 200])
+    do = do[:, :1].expand(do.shape)
+    options = Options(128**-0.5)
+    out = measure.forward_once(inputs, options, "solve", final=False)
+    aligned, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
+    odd = torch.full((1, 200, 3 * 256 + 3), float("nan"), dtype=do.dtype, device=do.device)
+    targets = [odd[..., 1 + i * 256 : 257 + i * 256].unflatten(-1, (2, 1, 128)) for i in range(3)]
+    grads = aligned._replace(dq=targets[0], dk=targets[1], dv=targets[2])
+    hopper.chunk_bwd(grads, do, None, inputs, out.saved, options)
+    for a, b in zip(targets, aligned[:3], strict=True):
+        assert torch.equal(a.reshape(b.shape), b)
+    assert odd[..., [0, -1, -2]].isnan().all()

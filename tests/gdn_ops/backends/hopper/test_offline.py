@@ -1,0 +1,67 @@
+"""Every kernel compiles for sm_90 without a GPU, with the installed Triton and with a second one if it is named."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = pathlib.Path(__file__).parent
+OTHER_TRITON = os.environ.get("GDN_OPS_TEST_TRITON_PATH")
+"""A folder that holds another version of the package `triton`."""
+
+SHARED_MEMORY_OF_SM_90 = 232448
+PLAIN = [
+    "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel",
+    "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel",
+    "_epilogue_kernel",
+]  # fmt: skip
+TENSOR_CORE_KERNELS = {"_scores_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
+
+
+def compile_offline(*cases: str, triton_path: str | None = None) -> list[dict]:
+    root = str(HERE.parents[3])
+    paths = [triton_path, root] if triton_path else [root]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "offline.py"), *cases], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def check(kernels: list[dict]) -> None:
+    for kernel in kernels:
+        assert kernel["target"] == 90
+        assert kernel["shared"] <= SHARED_MEMORY_OF_SM_90, kernel
+        assert (kernel["wgmma"] > 0) == (kernel["name"] in TENSOR_CORE_KERNELS), kernel
+        if kernel["name"] in TENSOR_CORE_KERNELS - {"_scores_kernel"}:
+            assert kernel["tma"] > 0, kernel
+
+
+def test_kernels_compile_for_sm_90() -> None:
+    kernels = compile_offline("plain", "full")
+    check(kernels)
+    assert [x["name"] for x in kernels if x["case"] == "plain"] == PLAIN
+    full = [x["name"] for x in kernels if x["case"] == "full"]
+    assert full.count("_norms_kernel") == 2, "save='inputs' prepares again in the backward"
+    assert full.count("_clear_ownerless_kernel") == 6, "o, dq, dk, dv, dg, dbeta"
+
+
+@pytest.mark.slow
+def test_every_case_compiles_for_sm_90() -> None:
+    check(compile_offline("states", "half", "one_head"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OTHER_TRITON is None, reason="GDN_OPS_TEST_TRITON_PATH names no other Triton")
+def test_kernels_compile_with_another_triton() -> None:
+    kernels = compile_offline("plain", "full", triton_path=OTHER_TRITON)
+    check(kernels)
+    import triton
+
+    assert {x["triton"] for x in kernels} != {triton.__version__}
