@@ -23,6 +23,10 @@ lib.define(f"attention_bwd_row_({BWD}, Tensor(a!) row, {LAYOUTS}) -> ({GRADS})",
 
 EPS = 1e-6
 
+# What "another version of the package" changes in the test of stale caches: a formula, or the shape that a fake says.
+FACTOR = 1
+SCORES_PADDING = 0
+
 
 def normed(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
@@ -43,11 +47,12 @@ def attention(q, k, v, g, bias=None, *, scale=1.0, use_norm=False):
         q, k = normed(q), normed(k)
     scores = torch.einsum("bthk,bshk->bhts", grow(q, v.shape[2]), grow(k, v.shape[2])).tril()
     o = torch.einsum("bhts,bshv->bthv", scores, v) * (g[..., None] * scale)
-    return (o if bias is None else o + bias).contiguous(), scores.contiguous()
+    padded = torch.nn.functional.pad(scores, (0, SCORES_PADDING))
+    return (o if bias is None else o + bias).contiguous(), padded.contiguous().clone()
 
 
 def gradients(do, q, k, v, g, scores, bias=None, *, scale=1.0, use_norm=False):
-    heads = v.shape[2]
+    heads, scores = v.shape[2], scores[..., : v.shape[1]]
     nq, nk = (normed(q), normed(k)) if use_norm else (q, k)
     do = do * scale
     dg = (torch.einsum("bhts,bshv->bthv", scores, v) * do).sum(-1)
@@ -91,7 +96,7 @@ def attention_bwd_row_(*args, row, q_layout, k_layout, v_layout, **options):
 
 def attention_fake(q, k, v, g, bias=None, *, scale=1.0, use_norm=False):
     B, T, HV, V = v.shape
-    return v.new_empty((B, T, HV, V)), q.new_empty((B, HV, T, T))
+    return v.new_empty((B, T, HV, V)), q.new_empty((B, HV, T, T + SCORES_PADDING))
 
 
 def dense(tensors, layouts=((), (), (), ())):
@@ -133,6 +138,8 @@ def setup(ctx, inputs, keyword_only_inputs, output):
 
 def backward(ctx, do, _):
     q, k, v, g, scores, bias = ctx.saved_tensors
+    if FACTOR != 1:
+        do = do * FACTOR
     dbias = None if bias is None else do.sum((0, 1, 2))
     return *torch.ops.toy.attention_bwd(do, q, k, v, g, scores, bias, **ctx.options), dbias
 
