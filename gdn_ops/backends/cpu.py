@@ -10,6 +10,7 @@ Per chunk, with G the running sum of log decays, Gamma_ij = exp(G_i - G_j) for i
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def _gather(x: Tensor, table: _Table, dtype: torch.dtype) -> Tensor:
     return torch.where(valid, chunks, 0).transpose(1, 2).contiguous()
 
 
-def _scatter(x: Tensor, table: _Table, like: tuple[int, int]) -> Tensor:
+def _scatter(x: Tensor, table: _Table, like: Sequence[int]) -> Tensor:
     """[NT,H,C,...] -> [B,T,H,...], zeros for tokens that no document has."""
     B, T = like
     rows = x.transpose(1, 2)
@@ -79,9 +80,14 @@ def _scatter(x: Tensor, table: _Table, like: tuple[int, int]) -> Tensor:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product over the two leading axes, as one call whose result per matrix does not depend on the others."""
+    """Batched product over the two leading axes, whose result for one matrix does not depend on the others."""
     lead = a.shape[:2]
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, lead)
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    if a.shape[0] == 1:
+        # A batch of one takes another route through BLAS (matrix-vector products, sums shared by threads), which adds
+        # in another order: a document of one chunk and one head would differ from the same document in a pack.
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1].unflatten(0, lead)
+    return torch.bmm(a, b).unflatten(0, lead)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
