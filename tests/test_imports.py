@@ -38,6 +38,7 @@ ALLOWED = {
         *FOUNDATION,
         *("gdn_ops.checks", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.context_parallel.*"),
     ],
+    "gdn_ops.context_parallel.example": PUBLIC,
     "gdn_ops.memory": FOUNDATION,
     "gdn_ops.testing": [*FOUNDATION, *PUBLIC],
     "gdn_ops.integrations.*": [*PUBLIC, "gdn_ops.integrations.*"],
@@ -135,6 +136,7 @@ def test_backends_are_named_only_at_call_time():
 
 def test_only_settings_reads_the_environment():
     readers = {"gdn_ops.settings", "inductor_passes.settings", "gdn_ops.demo", "gdn_ops.bench"}
+    readers |= {"gdn_ops.context_parallel.example"}  # torchrun's own variables
     for name, path in MODULES.items():
         if name in readers or name.startswith("gdn_ops.bench."):
             continue

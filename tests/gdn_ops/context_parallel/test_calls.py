@@ -14,9 +14,8 @@ CU_SEQLENS = [0, 66, 66, 67, 131, 200]
 HK, HV, D = problems.HEADS
 PART = partition(CU_SEQLENS, 1)
 # One rank whose documents are in parts all the same: the whole path, with nobody to talk to.
-PARTS = partition(
-    CU_SEQLENS, fragments=[[(4, 30, 39), (3, 0, 64), (0, 20, 46), (1, 0, 0), (2, 0, 1), (4, 0, 30), (0, 0, 20)]]
-)
+PIECES = [(4, 50, 19), (3, 0, 64), (0, 20, 46), (1, 0, 0), (2, 0, 1), (4, 30, 20), (0, 0, 20), (4, 0, 30)]
+PARTS = partition(CU_SEQLENS, fragments=[PIECES])
 
 
 def call(row, g, beta, initial_state, A_log, dt_bias, context=None, handle=None, **more):

@@ -1,0 +1,39 @@
+"""The example as a user starts it: torchrun, two ranks, the same loss as one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def start(*arguments, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, "-m", "gdn_ops.context_parallel.example", *arguments],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0"),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("arguments", [("--layout", "zigzag"), ("--fsdp",)])
+def test_two_ranks_have_the_loss_of_one(arguments):
+    done = start("--device", "cpu", "--steps", "3", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the losses agree" in done.stdout
+    assert "exchanges a step: 4 (one a layer and direction: 4)" in done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [(), ("--fsdp", "--compile"), ("--figure", "--repeats", "5")])
+def test_two_gpus(arguments):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
+    done = start(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
