@@ -1,14 +1,14 @@
 """Backend in portable Triton: runs wherever Triton does, and is the fallback of the faster ones.
 
 Stages, one file each: chunks (tables) -> scores (norms, gates, factors, P) -> solve (E) -> forward (o) in the forward
-pass; chunks -> what was not saved of the above -> reverse (states, state gradients, dv) -> gradients (dq, dk, dg, dbeta)
-in the backward pass. Every stage is one launch on the current stream; nothing waits for the device or reads a value, so
-a call can be captured in a CUDA graph, the first one too.
+pass; chunks -> what was not saved of the above -> reverse (states, state gradients, dv) -> gradients (dq, dk, dg,
+dbeta) in the backward pass. Every stage is one launch on the current stream; nothing waits for the device or reads a value,
+so a call can be captured in a CUDA graph, the first one too.
 
 What the saved tensors hold here (shapes: gdn_ops.shapes.Saved). Scaling the columns of the triangular system by beta,
 not its rows, makes beta = 0 an ordinary case; so
 
-    solve    E = (I + N)^-1 without its unit diagonal, N as in solve.py        (A' of docs/math.md is diag(beta) (E + I))
+    solve    E = (I + N)^-1 without its unit diagonal, N as in solve.py       (A' of docs/math.md is diag(beta) (E + I))
     scores   P diag(beta)
     updates  e^T, the update before its write strength (u = beta e)
 """
@@ -166,8 +166,9 @@ def chunk_bwd(
         num_heads = s.HV // turns
         dstates = q.new_empty((s.num_chunks, num_heads, s.V, s.K))
         if kept_states is None or kept_updates is None:
-            states, updates = q.new_empty((s.num_chunks, num_heads, s.V, s.K)), q.new_empty(
-                (s.num_chunks, num_heads, s.V, CHUNK)
+            states, updates = (
+                q.new_empty((s.num_chunks, num_heads, s.V, s.K)),
+                q.new_empty((s.num_chunks, num_heads, s.V, CHUNK)),
             )
         else:
             states, updates = kept_states, kept_updates

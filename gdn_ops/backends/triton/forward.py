@@ -33,8 +33,9 @@ from gdn_ops.backends.triton.primitives import (
 )
 from gdn_ops.shapes import Inputs, Sizes
 
-# H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, this kernel as (warps, stages,
-# block)): (4, 2, 64) 0.684; (8, 2, 128) 0.769; (8, 3, 128) 0.778; (8, 4, 128) 0.822; (4, 3, 64) 1.246 (one program an SM).
+# H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, this kernel as (warps,
+# stages, block)): (4, 2, 64) 0.684; (8, 2, 128) 0.769; (8, 3, 128) 0.778; (8, 4, 128) 0.822; (4, 3, 64) 1.246 (one
+# program an SM).
 _FORWARD = {
     (2, 128): Config(num_warps=4, num_stages=2, block_v=64),
     (2, 256): Config(num_warps=8, num_stages=2, block_v=64),

@@ -19,11 +19,20 @@ from torch import Tensor
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.forward import forward_document
 from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
-from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_rows, operand, store_matrix, store_rows, trip_count
+from gdn_ops.backends.triton.primitives import (
+    CHUNK,
+    FACTORS,
+    dot,
+    load_rows,
+    operand,
+    store_matrix,
+    store_rows,
+    trip_count,
+)
 from gdn_ops.shapes import Inputs, Sizes
 
-# H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, both recurrences, two turns, as
-# (warps, stages, block)): (8, 3, 128) 1.52; (8, 2, 128) 1.75; (4, 2, 64) 1.85; (4, 1, 64) 2.44; (4, 3, 64) 2.52.
+# H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, both recurrences, two turns,
+# as (warps, stages, block)): (8, 3, 128) 1.52; (8, 2, 128) 1.75; (4, 2, 64) 1.85; (4, 1, 64) 2.44; (4, 3, 64) 2.52.
 _REVERSE = {
     (2, 128): Config(num_warps=8, num_stages=3, block_v=128),
     (2, 256): Config(num_warps=8, num_stages=2, block_v=64),

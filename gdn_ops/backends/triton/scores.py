@@ -5,9 +5,9 @@
     P_ij  = scale * r_q,i * r_k,j * (q_i . k_j) * 2^(G_i - G_j) * beta_j, i >= j     scores [NT, HV, C, C]
     f     = (2^G r_k,  2^(G_C - G) r_k beta,  scale 2^G r_q,  beta)  factors  [NT, HV, 4, C]
 
-The matrix q k^T is computed once for the HV/HK value heads that share it; only the decay differs. The factors carry the
-norms as row and column scalings, so no later stage rescales a tile of q or k. They are zero for tokens past the end of a
-document, which is what keeps ragged tails out of the later stages.
+The matrix q k^T is computed once for the HV/HK value heads that share it; only the decay differs. The factors carry
+the norms as row and column scalings, so no later stage rescales a tile of q or k. They are zero for tokens past the end of
+a document, which is what keeps ragged tails out of the later stages.
 
 Grid: NT * HK programs. On chip: one tile of q and of k, the [C, C] product.
 """

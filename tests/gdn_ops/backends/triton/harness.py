@@ -109,7 +109,17 @@ def make(case: Case, device: str = "cpu") -> tuple[Inputs, Options, Tensor, Tens
         cu_seqlens = ends.to(case.index_dtype)
     moved = [
         None if x is None else x.to(device)
-        for x in (q.to(case.dtype), k.to(case.dtype), v.to(case.dtype), g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+        for x in (
+            q.to(case.dtype),
+            k.to(case.dtype),
+            v.to(case.dtype),
+            g,
+            beta,
+            initial_state,
+            cu_seqlens,
+            A_log,
+            dt_bias,
+        )
     ]
     if case.rows in ("packed", "interleaved"):
         width, places = layouts(case)
@@ -140,9 +150,7 @@ def run(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> dict
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # torch.empty, the backend's scratch included, gives NaN
     try:
-        out = allocate_chunk_fwd(
-            inputs, output_final_state=case.final, use_qk_l2norm=case.norm, save=case.save
-        )
+        out = allocate_chunk_fwd(inputs, output_final_state=case.final, use_qk_l2norm=case.norm, save=case.save)
         poison(out)
         backend.chunk_fwd(out, inputs, options, case.save)
         if case.save == "none":
@@ -172,9 +180,7 @@ def run(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> dict
 def expected(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> dict[str, Tensor]:
     """The same by the float64 recurrence and autograd."""
     inputs, options, do, dfinal_state = made
-    leaves = [
-        x if x is None or not x.is_floating_point() else x.double().requires_grad_(True) for x in inputs
-    ]
+    leaves = [x if x is None or not x.is_floating_point() else x.double().requires_grad_(True) for x in inputs]
     q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = leaves
     o, final_state = reference.chunk_gated_delta_rule(
         q, k, v, g, beta, options.scale, initial_state, case.final, case.norm, case.sigmoid, case.double, cu_seqlens,
