@@ -2,8 +2,8 @@
 
 Stages, one file each: chunks (tables) -> scores (norms, gates, factors, P) -> solve (E) -> forward (o) in the forward
 pass; chunks -> what was not saved of the above -> reverse (states, state gradients, dv) -> gradients (dq, dk, dg,
-dbeta) in the backward pass. Every stage is one launch on the current stream; nothing waits for the device or reads a value,
-so a call can be captured in a CUDA graph, the first one too.
+dbeta) in the backward pass. Every stage is one launch on the current stream; nothing waits for the device or reads a
+value, so a call can be captured in a CUDA graph, the first one too.
 
 What the saved tensors hold here (shapes: gdn_ops.shapes.Saved). Scaling the columns of the triangular system by beta,
 not its rows, makes beta = 0 an ordinary case; so

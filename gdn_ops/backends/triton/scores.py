@@ -6,8 +6,8 @@
     f     = (2^G r_k,  2^(G_C - G) r_k beta,  scale 2^G r_q,  beta)  factors  [NT, HV, 4, C]
 
 The matrix q k^T is computed once for the HV/HK value heads that share it; only the decay differs. The factors carry
-the norms as row and column scalings, so no later stage rescales a tile of q or k. They are zero for tokens past the end of
-a document, which is what keeps ragged tails out of the later stages.
+the norms as row and column scalings, so no later stage rescales a tile of q or k. They are zero for tokens past the end
+of a document, which is what keeps ragged tails out of the later stages.
 
 Grid: NT * HK programs. On chip: one tile of q and of k, the [C, C] product.
 """
