@@ -3,6 +3,7 @@
 from gdn_ops.context_parallel import ops as _ops  # noqa: F401  (registers the ops)
 from gdn_ops.context_parallel.checkpointing import RecomputeHandle, checkpoint_policy
 from gdn_ops.context_parallel.context import Context
+from gdn_ops.context_parallel.conv import causal_conv1d
 from gdn_ops.context_parallel.partition import ExchangeBytes, Fragment, Partition, partition
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Fragment",
     "Partition",
     "RecomputeHandle",
+    "causal_conv1d",
     "checkpoint_policy",
     "partition",
 ]

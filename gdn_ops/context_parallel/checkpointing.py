@@ -22,16 +22,14 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
     Kept are what a rank tells, what it hears and the states it makes of that, all independent of the number of tokens;
     everything else is recomputed. So a recompute runs no exchange and no segment summary. A collective counts as one of
-    these if it carries a one-dimensional float32 or float64 tensor, which no activation is. To keep more, call this
+    these if it carries a one-dimensional tensor, which no activation is. To keep more, call this
     from a policy of your own and return its answer unless it is `PREFER_RECOMPUTE`.
     """
     gdn, c10d = torch.ops.gdn, torch.ops._c10d_functional
-    if op in (gdn.segment_summary_fwd.default, gdn.segment_combine.default):
+    if op in (gdn.segment_summary_fwd.default, gdn.segment_combine.default, gdn.halo_tell.default):
         return CheckpointPolicy.MUST_SAVE
-    if op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default):
-        words = args[0]
-        if words.dim() == 1 and words.dtype in (torch.float32, torch.float64):
-            return CheckpointPolicy.MUST_SAVE
+    if op in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default) and args[0].dim() == 1:
+        return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gdn_ops.context_parallel.partition import Partition
-from gdn_ops.context_parallel.plan import Plan, make_plan
+from gdn_ops.context_parallel.plan import Halo, Plan, make_halo, make_plan
 
 EXCHANGES = ("saved", "replay")
 
@@ -21,13 +21,14 @@ class Context:
     Built once per batch and used by every layer. It holds tensors, ints and words only, so a graph can be traced
     through it; all sizes are equal on every rank.
 
-    plan: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange. num_documents: N, so
-    initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens. group_name: the process
-    group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or "replay". serial: tells one
-    batch from another.
+    plan, halo: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange.
+    num_documents: N, so initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens.
+    group_name: the process group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or
+    "replay". serial: tells one batch from another.
     """
 
     plan: Plan
+    halo: Halo
     num_ranks: int
     exchange_ranks: int
     num_documents: int
@@ -50,6 +51,7 @@ def build_for(part: Partition, rank: int, group_name: str, device: torch.device 
     where = torch.get_default_device() if device is None else torch.device(device)
     return Context(
         plan=make_plan(part, rank, where),
+        halo=make_halo(part, rank, where),
         num_ranks=part.num_ranks,
         exchange_ranks=part.num_ranks if part.crosses_ranks else 1,
         num_documents=part.num_documents,

@@ -169,3 +169,54 @@ def make_plan(part: Partition, rank: int, device: torch.device) -> Plan:
         names[name] = names[name].to(torch.int32)
     # Graph inputs that are views of one buffer would make the compiler reason about aliases.
     return Plan(**{name: x.clone() for name, x in names.items()})
+
+
+MAX_WIDTH = 8
+"""The widest causal convolution; its plan reaches MAX_WIDTH - 1 rows back."""
+
+
+class Halo(NamedTuple):
+    """Where the rows before a rank's fragments lie, for every width up to `MAX_WIDTH`; -1 stands for none.
+
+    fragments [B]: local fragments that continue a document. sources, distances [B,P]: for the row j + 1 before the
+    fragment, who tells it and how far from its teller's end it is (0: the last row). readers, reader_distances [A,P,P]:
+    for each row that this rank tells, which receivers read it, and as their which row (0: nearest).
+    """
+
+    fragments: Tensor
+    sources: Tensor
+    distances: Tensor
+    readers: Tensor
+    reader_distances: Tensor
+
+
+def make_halo(part: Partition, rank: int, device: torch.device) -> Halo:
+    """The halo plan of `rank`."""
+    links, P = link(part), MAX_WIDTH - 1
+    A, B = links.num_forward, links.num_backward
+    fragments = torch.full((B,), -1)
+    sources, distances = torch.full((B, P), -1), torch.full((B, P), -1)
+    readers, reader_distances = torch.full((A, P, P), -1), torch.full((A, P, P), -1)
+    used: dict[tuple[int, int], int] = {}
+    for chain in part.chains:
+        for i, place in enumerate(chain[1:], start=1):
+            slot = links.backward[place]
+            if place.rank == rank:
+                fragments[slot] = place.fragment
+            # The rows before this fragment, nearest first; a short fragment in front leaves room for one before it.
+            behind = [
+                (other, distance)
+                for other in reversed(chain[:i])
+                for distance in range(min(P, part.fragments[other.rank][other.fragment].length))
+            ][:P]
+            for j, (other, distance) in enumerate(behind):
+                block = (other.rank, place.rank) if part.crosses_ranks else (0, 0)
+                teller = links.forward[other]
+                if place.rank == rank:
+                    sources[slot, j], distances[slot, j] = block[0] * A + teller, distance
+                if other.rank == rank:
+                    count = used.get((teller, distance), 0)
+                    used[teller, distance] = count + 1
+                    readers[teller, distance, count] = block[1] * B + slot
+                    reader_distances[teller, distance, count] = j
+    return Halo(*(x.to(device) for x in (fragments, sources, distances, readers, reader_distances)))

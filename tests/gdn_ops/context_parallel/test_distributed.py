@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("worker.py")
-CASES = ("layouts", "ways", "compiled", "graphs", "mesh")
+CASES = ("layouts", "ways", "compiled", "graphs", "mesh", "conv")
 
 
 def launch(backend, num_ranks, cases, folder, timeout=300):
@@ -48,7 +48,7 @@ def launch(backend, num_ranks, cases, folder, timeout=300):
 
 WORLDS = [
     pytest.param(("gloo", 2, (*CASES, "no_exchange")), id="gloo2"),
-    pytest.param(("gloo", 4, ("layouts", "ways", "mesh", "no_exchange")), id="gloo4"),
+    pytest.param(("gloo", 4, ("layouts", "ways", "mesh", "no_exchange", "conv")), id="gloo4"),
     pytest.param(("nccl", 2, CASES), id="nccl2", marks=pytest.mark.gpu),
 ]
 pytestmark = pytest.mark.distributed
@@ -117,6 +117,14 @@ def test_device_mesh_dimension_and_errors(world):
 def test_documents_that_do_not_cross_ranks_cost_no_exchange(world):
     for rank in of(world, "no_exchange"):
         assert rank == {"exchanges": 0, "group": ""}
+
+
+def test_convolution_over_ranks_is_that_of_one(world):
+    for rank in of(world, "conv"):
+        for name, result in rank.items():
+            # bfloat16 on GPUs: a row's gradient is rounded on each of the ranks that add to it.
+            assert result["error"] < (1e-5 if "no_exchange" in world[0] else 2e-2), name
+            assert result["exchanges"] == 2, name
 
 
 @pytest.mark.parametrize("case", ["failing_rank", "stuck_rank"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gdn_ops
-from gdn_ops.context_parallel import RecomputeHandle, partition
+from gdn_ops.context_parallel import RecomputeHandle, causal_conv1d, partition
 
 CU_SEQLENS = [0, 66, 66, 67, 131, 300]
 SHARED = ("final_state", "initial_state", "A_log", "dt_bias")
@@ -184,6 +184,50 @@ def case_graphs(device, dtype):
         "gathers": [text.count("_c10d_functional.all_gather_into_tensor") for text in texts],
         "backwards": [text.count("gdn.chunk_bwd.default") for text in texts],
     }
+
+
+def case_conv(device, dtype):
+    """The convolution over ranks and on one: bits of the forward, gradients, exchanges; checkpointed and compiled."""
+    rank = dist.get_rank()
+    # Fragments shorter than the convolution reaches: rows come from several ranks back.
+    cu_seqlens, out = [0, 3, 4, 9, 40], {}
+    for layout in ("contiguous", "zigzag", "zigzag_per_document"):
+        part = partition(cu_seqlens, dist.get_world_size(), layout)
+        context = part.context(rank, dist.group.WORLD, device)
+        gen = torch.Generator().manual_seed(0)
+        x, grad, weight, bias = (
+            torch.randn(*s, generator=gen).to(device, dtype) for s in ((1, 40, 8), (1, 40, 8), (8, 8), (8,))
+        )
+        cu = torch.tensor(cu_seqlens, device=device)
+
+        def run(function, x, grad, weight, bias):
+            leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+            y = function(*leaves)
+            y.backward(grad)
+            return [y.detach(), *(t.grad for t in leaves)]
+
+        one = run(lambda *t, cu=cu: causal_conv1d(*t, cu_seqlens=cu), x, grad, weight, bias)
+        direct = functools.partial(causal_conv1d, cp_context=context)
+        selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
+        ways = {
+            "direct": direct,
+            "selective": functools.partial(checkpoint, direct, use_reentrant=False, context_fn=selective),
+            "compiled": torch.compile(lambda *t, c=context: causal_conv1d(*t, cp_context=c), fullgraph=True),
+        }
+        for name, function in ways.items():
+            gdn_ops.reset_stats()
+            found = run(function, part.shard(x, rank), part.shard(grad, rank), weight, bias)
+            exchanges = gdn_ops.stats().context_exchanges
+            expected = [part.shard(one[0], rank), part.shard(one[1], rank), *one[2:]]
+            for t in found[2:]:
+                dist.all_reduce(t)
+            out[f"{layout} {name}"] = {
+                "error": max(
+                    ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)
+                ),
+                "exchanges": exchanges,
+            }
+    return out
 
 
 def case_mesh(device, dtype):
