@@ -83,10 +83,13 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     """Batched product over the two leading axes, whose result for one matrix does not depend on the others."""
     lead = a.shape[:2]
     a, b = a.flatten(0, 1), b.flatten(0, 1)
-    if a.shape[0] == 1:
-        # A batch of one takes another route through BLAS (matrix-vector products, sums shared by threads), which adds
-        # in another order: a document of one chunk and one head would differ from the same document in a pack.
-        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1].unflatten(0, lead)
+    batch, enough = a.shape[0], max(2, torch.get_num_threads())
+    if 0 < batch < enough:
+        # MKL shares one matrix out among threads where there are fewer matrices than threads, and takes a batch of one
+        # through matrix-vector routines; both add in another order, and a short document alone would then differ from
+        # the same document in a pack. The added matrices run on threads that had nothing to do.
+        repeat = torch.arange(enough) % batch
+        return torch.bmm(a[repeat], b[repeat])[:batch].unflatten(0, lead)
     return torch.bmm(a, b).unflatten(0, lead)
 
 

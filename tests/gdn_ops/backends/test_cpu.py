@@ -140,20 +140,36 @@ def assert_same_bits(a, b, where=""):
         assert torch.equal(a[name], b[name]), f"{name} {where}"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# One head with one channel, and more threads than matrices: the shapes where a batched product of one matrix takes
+# another route through BLAS than the same matrix among others.
+PACKED_SHAPES = (
+    (16, 24, 2, 2),
+    (5, 7, 1, 1),
+    (64, 64, 1, 3),
+    (33, 1, 2, 1),
+    (64, 1, 1, 1),
+    (1, 1, 1, 1),
+    (64, 64, 1, 1),
+)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_documents_have_the_same_bits_in_any_pack(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for seed, (K, V, HK, group) in enumerate(((16, 24, 2, 2), (5, 7, 1, 1), (64, 64, 1, 3), (33, 1, 2, 1))):
+        wide = ((256, 256, 1, 1),) if dtype == torch.float64 else ()
+        for seed, (K, V, HK, group) in enumerate(PACKED_SHAPES + wide):
             gen = torch.Generator().manual_seed(seed)
-            lengths = torch.randint(0, 150, (5,), generator=gen).tolist()
+            lengths = [*torch.randint(0, 150, (4,), generator=gen).tolist(), 1]
             tensors, cu = problem(dtype, lengths, HK, group, K, V, seed, tail=3)
+            if dtype == torch.float64:
+                tensors["initial_state"] = tensors["initial_state"].double()
             packed = everything(gdn_ops.chunk_gated_delta_rule, tensors, cu, use_qk_l2norm_in_kernel=True)
             weights = torch.Generator().manual_seed(99)
             do = torch.randn(packed["o"].shape, generator=weights).to(dtype)
-            dstate = torch.randn(packed["state"].shape, generator=weights)
+            dstate = torch.randn(packed["state"].shape, generator=weights).to(packed["state"].dtype)
             for n, (start, end) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
                 leaves = {
                     name: (x[n : n + 1] if name == "initial_state" else x[:, start:end]).clone().requires_grad_()
