@@ -53,7 +53,11 @@ BAD = [
     ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
     ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens: expected dtype int32 or int64"),
     ({"cu_seqlens": torch.zeros(1, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: expected shape [N + 1]"),
-    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens: documents are packed along T, so B must be 1, got 2"),
+    (
+        {"cu_seqlens": torch.tensor([0, 5])},
+        ValueError,
+        "cu_seqlens: documents are packed along T, so B must be 1, got 2",
+    ),
 ]
 
 
