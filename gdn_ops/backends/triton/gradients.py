@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, choose, dot_precision, launch, padded
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
@@ -95,7 +95,7 @@ def _gradients_kernel(
         zero_rows(dk_ptr, stride_dkt, -length, offs_k, K)
         for r in tl.range(0, R):
             head = head_k * R + r
-            for v0 in tl.static_range(0, V, BV):
+            for v0 in tl.range(0, V, BV):
                 dv_row_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
                 zero_rows(dv_row_ptr, stride_dvt, -length, v0 + tl.arange(0, BV), V)
     if length > 0:
@@ -140,7 +140,7 @@ def _gradients_kernel(
             # D above W: one product serves both.
             z_RC = tl.zeros([ROWS, CHUNK], tl.float32)
             state_product = 0.0
-            for v0 in tl.static_range(0, V, BV):
+            for v0 in tl.range(0, V, BV):
                 offs_v = v0 + _aligned_range(BV, zero)
                 state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
                 dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
@@ -168,7 +168,7 @@ def _gradients_kernel(
             z_op_RC = operand(z_RC * beta[None, :], DTYPE)
 
             part_RK = tl.zeros([ROWS, BK], tl.float32)
-            for v0 in tl.static_range(0, V, BV):
+            for v0 in tl.range(0, V, BV):
                 offs_v = v0 + _aligned_range(BV, zero)
                 state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
                 out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
@@ -179,7 +179,7 @@ def _gradients_kernel(
             sum_RK = dot(z_op_RC, k_CK, sum_RK + part_RK, PRECISION)
 
             part_KC = tl.zeros([BK, CHUNK], tl.float32)
-            for v0 in tl.static_range(0, V, BV):
+            for v0 in tl.range(0, V, BV):
                 offs_v = v0 + _aligned_range(BV, zero)
                 dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
                 e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
@@ -291,6 +291,7 @@ def gradients(
     q, k = inputs.q, inputs.k
     BK = padded(sizes.K)
     config = _GRADIENTS[q.element_size(), max(BK, 128)]
+    config = choose(config, config._replace(block_v=min(config.block_v, 32)), q)
     state_heads = states.shape[1]
     launch(
         _gradients_kernel, sizes.num_chunks * (num_heads * sizes.HK // sizes.HV),

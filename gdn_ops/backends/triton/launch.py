@@ -4,6 +4,7 @@ The configurations themselves are data at the top of each stage's file. There is
 the same code on every rank and in every run, and the first call may already be captured in a CUDA graph.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,22 @@ def padded(size: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """How dots of `dtype` operands are computed: float32 needs three TF32 products, or true float32 on AMD."""
     return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else "ieee"
+
+
+LARGE_SHARED_MEMORY = 227 * 1024
+"""Bytes a program may use on Hopper and Blackwell data-centre GPUs; others get configurations of smaller tiles."""
+
+
+@functools.cache
+def _shared_memory(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+
+
+def choose(large: Config, small: Config, x: torch.Tensor) -> Config:
+    """The configuration for the device of `x`: `large` tiles where its shared memory holds them."""
+    if not x.is_cuda or torch.version.hip is not None:
+        return small if torch.version.hip is not None else large
+    return large if _shared_memory(x.get_device()) >= LARGE_SHARED_MEMORY else small
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.forward import forward_document
-from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, choose, dot_precision, launch, padded
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
@@ -154,6 +154,7 @@ def reverse(
     q, k, v = inputs.q, inputs.k, inputs.v
     BK = padded(sizes.K)
     config = _REVERSE[q.element_size(), max(BK, 128)]
+    config = choose(config, Config(num_warps=4, num_stages=2, block_v=min(config.block_v, 64)), q)
     BV = min(config.block_v, padded(sizes.V))
     recompute = states is not None
     initial = inputs.initial_state
