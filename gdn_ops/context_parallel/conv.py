@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_ops import counters
+from gdn_ops import checks, counters, settings
 from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
+from gdn_ops.context_parallel import calls
 from gdn_ops.context_parallel.context import Context
 from gdn_ops.context_parallel.path import gather
 from gdn_ops.context_parallel.plan import MAX_WIDTH, Halo
-from gdn_ops.ops import _load, _on_cpu, lib
+from gdn_ops.ops import _load, _on_cpu, check_cu_seqlens_values, lib
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
@@ -33,6 +34,8 @@ SCHEMAS = {
 
 
 def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor, *, silu: bool) -> Tensor:
+    if cu_seqlens.device.type == "cpu" or settings.current().debug:
+        check_cu_seqlens_values(cu_seqlens, x.shape[0])
     return _load("cpu_conv").conv_fwd(x, weight, bias, history, cu_seqlens, silu)
 
 
@@ -219,12 +222,11 @@ def causal_conv1d(
         raise ValueError(f"bias: expected [{W}], got {list(bias.shape)}")
     if activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-    if cp_context is not None and not isinstance(cp_context, Context):
-        raise TypeError(f"cp_context: expected a gdn_ops.context_parallel.Context, got {type(cp_context).__name__}")
-    if cp_context is not None and cu_seqlens is not None:
-        raise ValueError("cu_seqlens: with cp_context the documents are those of the partition; leave it out")
-    if B != 1 and (cp_context is not None or cu_seqlens is not None):
-        raise ValueError(f"x: documents are packed along T, so B must be 1, got {B}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and not parameter.dtype.is_floating_point:
+            raise TypeError(f"{name}: expected a floating dtype, got {parameter.dtype}")
+    calls.check_context(cp_context, None, cu_seqlens, B, x, -2)
+    checks.check_documents(cu_seqlens, B, x.device)
     segments: Tensor | None = None
     halo: tuple[Tensor, ...] = ()
     ranks = (1, "")
@@ -235,6 +237,8 @@ def causal_conv1d(
         bounds = cu_seqlens
     else:
         bounds = torch.arange(B + 1, device=x.device) * T
+    if bounds.shape[0] == 1:  # no document at all: as one empty document
+        bounds = bounds.repeat(2)
     y = torch.ops.gdn.context_conv1d(
         x.reshape(B * T, W), weight, bias, bounds, segments, list(halo),
         silu=activation == "silu", num_ranks=ranks[0], group_name=ranks[1],

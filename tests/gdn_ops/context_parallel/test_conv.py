@@ -130,3 +130,21 @@ def test_errors():
         causal_conv1d(x[0], weight)
     with pytest.raises(ValueError, match="B must be 1, got 2"):
         causal_conv1d(torch.zeros(2, 4, W), weight, cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(TypeError, match="weight: expected a floating dtype, got torch.int64"):
+        causal_conv1d(x, torch.ones(W, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="cu_seqlens: expected dtype int32 or int64, got torch.float32"):
+        causal_conv1d(x, weight, cu_seqlens=torch.tensor([0.0, 4.0]))
+    with pytest.raises(ValueError, match="cu_seqlens: expected to start at 0, got 1"):
+        causal_conv1d(x, weight, cu_seqlens=torch.tensor([1, 4]))
+    with pytest.raises(ValueError, match="cu_seqlens: expected to end at or before T = 4, got 9"):
+        causal_conv1d(x, weight, cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match="this rank holds 9 tokens, got 4"):
+        causal_conv1d(x, weight, cp_context=partition([0, 9], 1).context(0))
+
+
+def test_no_document_gives_zeros():
+    x = torch.ones(1, 3, W, requires_grad=True)
+    y = causal_conv1d(x, torch.ones(W, 4), cu_seqlens=torch.tensor([0]))
+    y.sum().backward()
+    assert not y.any()
+    assert not x.grad.any()
