@@ -48,7 +48,9 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
         if x.stride(1) * CHUNK >= 2**31:
             return f"token stride {x.stride(1)} (supported: below {2**31 // CHUNK} elements)"
     if q.is_cuda:
-        if torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        if torch.version.hip is not None:
+            return "AMD GPUs (the tiles need more than 64 KB of shared memory)"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
             return "compute capability below 8.0"
         return None
     if INTERPRETED.value:
