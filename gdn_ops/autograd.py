@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_ops import packing
+from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import lib
 from gdn_ops.shapes import packed_layouts, packed_width
 
@@ -48,12 +48,11 @@ class _ChunkFwd(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         do, dfinal_state = grads[:2]
         if do is None and dfinal_state is None:
             return (None,) * (2 + ctx.num_inputs)
-        saved = ctx.saved_tensors
         inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         q, v = inputs[0], inputs[2]
         if do is None:
@@ -87,12 +86,11 @@ class _ChunkPackedFwd(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         do, dfinal_state = grads[:2]
         if do is None and dfinal_state is None:
             return (None,) * (1 + ctx.num_inputs)
-        saved = ctx.saved_tensors
         inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         row = inputs[0]
         if do is None:

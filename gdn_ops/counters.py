@@ -10,7 +10,8 @@ _lock = threading.Lock()
 class Stats:
     """Counts since the process started, or since `reset_stats()`.
 
-    packed_gradients: rows whose q, k and v gradients a kernel wrote in place (one per backward call);
+    packed_gradients: backward calls whose kernel wrote into one gradient row, each of q, k and v that lies in it (a
+        compiled call's report names them);
     concatenations: rows that `packed_qkv_views` had to build from separate gradients;
     input_copies: q, k, v or rows copied because their last axis was not dense;
     gradient_copies: incoming output gradients copied for the same reason (`sum().backward()` sends one);

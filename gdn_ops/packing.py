@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_ops import counters
 from gdn_ops.checks import check_row
+from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.shapes import L2NORM_EPS, packed_layouts, packed_width
 from gdn_ops.version import __version__
 from inductor_passes import registry
@@ -66,8 +66,8 @@ class _PackedQKVViews(torch.autograd.Function):
         return split_row(row, num_qk_heads, num_v_heads, head_dim)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         if all(grad is None for grad in grads):
             return None, None, None, None
         present = tuple(grad for grad in grads if grad is not None)

@@ -13,10 +13,18 @@ PACKAGES = ("gdn_ops", "inductor_passes")
 
 # Each module's layer: a module may import its own layer's folder and every lower layer named for it, nothing else.
 # Written as the set of this project's modules that it may import ("x.*" is a folder).
-FOUNDATION = ["gdn_ops.shapes", "gdn_ops.outputs", "gdn_ops.settings", "gdn_ops.counters", "gdn_ops.version"]
+FOUNDATION = [
+    "gdn_ops.derivatives",
+    "gdn_ops.shapes",
+    "gdn_ops.outputs",
+    "gdn_ops.settings",
+    "gdn_ops.counters",
+    "gdn_ops.version",
+]
 PUBLIC = ["gdn_ops", "gdn_ops.functional", "gdn_ops.reference", "gdn_ops.memory", "gdn_ops.context_parallel.*"]
 ALLOWED = {
     "gdn_ops.version": [],
+    "gdn_ops.derivatives": [],
     "gdn_ops.counters": [],
     "gdn_ops.reference": [],
     "gdn_ops.shapes": [],

@@ -316,7 +316,8 @@ def chunk_bwd(
     if c.x is not None:
         assert inputs.A_log is not None
         rate = -torch.exp(inputs.A_log.to(acc))[:, None]
-        dg = ddecay * rate * _sigmoid(c.x)
+        # The rate alone may overflow where the sigmoid is zero.
+        dg = ddecay * (rate * _sigmoid(c.x))
         dg = torch.where(table.valid[:, None, :], dg, 0)
         out.dA_log.copy_((ddecay * c.decay).sum((0, 2)))
         if inputs.dt_bias is not None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_ops import checks, counters, settings
 from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
@@ -19,6 +18,7 @@ from gdn_ops.context_parallel import calls
 from gdn_ops.context_parallel.context import Context
 from gdn_ops.context_parallel.path import gather
 from gdn_ops.context_parallel.plan import MAX_WIDTH, Halo
+from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import _load, _on_cpu, check_cu_seqlens_values, lib
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
@@ -136,9 +136,9 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, history, cu_seqlens, segments, *halo = ctx.saved_tensors
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, history, cu_seqlens, segments, *halo = saved
         silu, ranks = ctx.meta
         with torch._C._AutoDispatchBelowAutograd():
             dx, dweight, dbias, dhistory = torch.ops.gdn.causal_conv1d_bwd.default(

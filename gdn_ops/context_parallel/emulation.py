@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_ops import checks
 from gdn_ops.context_parallel import path
@@ -16,6 +15,7 @@ from gdn_ops.context_parallel.context import build_for
 from gdn_ops.context_parallel.partition import Partition
 from gdn_ops.context_parallel.path import Call
 from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.derivatives import first_derivative_only
 
 
 class RankInputs(NamedTuple):
@@ -60,10 +60,10 @@ class _Emulated(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivative_only
+    def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         plans, ranks, options, heads = ctx.meta
-        kept = ctx.saved_tensors
+        kept = saved
         tensors, rest = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
         told, states, saved = rest[: len(plans)], rest[len(plans) : 2 * len(plans)], rest[2 * len(plans) :]
         with torch._C._AutoDispatchBelowAutograd():

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_ops import packing
 from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
 from gdn_ops.context_parallel import path
 from gdn_ops.context_parallel.path import Call
 from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import lib
 from gdn_ops.outputs import allocate_chunk_fwd
 from gdn_ops.shapes import Inputs, accumulator_dtype
@@ -108,13 +108,12 @@ class _ContextFwd(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    @first_derivative_only
+    def backward(ctx: Any, tensors: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         do, dfinal_state = grads[:2]
         split = ctx.num_operands + 5
         count = 3 + split + 2 + len(Plan._fields)
         kwargs = ctx.kwargs
-        tensors = ctx.saved_tensors
         plan = Plan(*tensors[split : split + len(Plan._fields)])
         *saved, states, told = tensors[split + len(Plan._fields) :]
         with torch._C._AutoDispatchBelowAutograd():

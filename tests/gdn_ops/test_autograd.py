@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import gdn_ops
 from gdn_ops import settings
@@ -141,19 +142,28 @@ def test_no_gradient_keeps_nothing():
     assert state.grad_fn is None
 
 
-def test_double_backward_is_refused():
-    tensors = problem()
-    q = tensors["q"].requires_grad_()
-    o, _ = gdn_ops.chunk_gated_delta_rule(**tensors, **OPTIONS)
-    (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|twice"):
-        grad.sum().backward()
+@pytest.mark.parametrize("form", ["plain", "views", "packed"])
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda o: o.square().sum()], ids=["linear", "square"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_double_backward_is_refused(form, loss, recompute):
     row = torch.randn(1, T, (2 * HK + HV) * K, requires_grad=True)
     gates = torch.rand(1, T, HV)
-    o, _ = gdn_ops.chunk_gated_delta_rule_packed(row, -gates, gates, num_qk_heads=HK, num_v_heads=HV, head_dim=K)
-    (grad,) = torch.autograd.grad(o.square().sum(), row, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|twice"):
-        grad.sum().backward()
+    heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": K}
+
+    def call(row):
+        if form == "packed":
+            return gdn_ops.chunk_gated_delta_rule_packed(row, -gates, gates, **heads)[0]
+        if form == "views":
+            q, k, v = gdn_ops.packed_qkv_views(row, **heads)
+        else:
+            q, k, v = (x.unflatten(-1, (-1, K)) for x in row.split([HK * K, HK * K, HV * K], -1))
+        return gdn_ops.chunk_gated_delta_rule(q, k, v, -gates, gates)[0]
+
+    o = torch.utils.checkpoint.checkpoint(call, row, use_reentrant=False) if recompute else call(row)
+    (grad,) = torch.autograd.grad(loss(o), row, create_graph=True)
+    assert grad.requires_grad
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (loss(call(row)) + grad.square().sum()).backward()
 
 
 def test_a_backward_op_called_with_inputs_that_require_grad_is_refused():

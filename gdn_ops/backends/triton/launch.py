@@ -42,7 +42,8 @@ LARGE_SHARED_MEMORY = 227 * 1024
 
 @functools.cache
 def _shared_memory(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device_index)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def choose(large: Config, small: Config, x: torch.Tensor) -> Config:

@@ -36,9 +36,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(stage, "launch", record)
     HK, HV, D, T = 16, 48, 128, 32768
     row = torch.empty((1, T, (2 * HK + HV) * D), dtype=torch.bfloat16, device="meta")
-    q, k, v = (
-        row[..., a * D : b * D].view(1, T, b - a, D) for a, b in ((0, HK), (HK, 2 * HK), (2 * HK, 2 * HK + HV))
-    )
+    q, k, v = (row[..., a * D : b * D].view(1, T, b - a, D) for a, b in ((0, HK), (HK, 2 * HK), (2 * HK, 2 * HK + HV)))
     gate = torch.empty((1, T, HV), device="meta")
     per_head = torch.empty(HV, device="meta")
     inputs = Inputs(q, k, v, gate, gate, None, torch.empty(6, dtype=torch.int32, device="meta"), per_head, per_head)
