@@ -31,6 +31,18 @@ def _refuse_forward_mode(tensors: tuple[Tensor | None, ...]) -> None:
         raise NotImplementedError("gated delta rule: forward-mode derivatives (torch.func.jvp) are not supported")
 
 
+def _keep(
+    ctx: Any, kwargs: dict[str, Any], tensors: tuple[Tensor | None, ...], out: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Save what the backward takes; only o and a final state that was asked for are differentiable."""
+    ctx.save_for_backward(*tensors, *out[2:])
+    ctx.kwargs = {name: x for name, x in kwargs.items() if name not in ("output_final_state", "save")}
+    ctx.num_inputs = len(tensors)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*out[2 if kwargs.get("output_final_state", False) else 1 :])
+    return out
+
+
 class _ChunkFwd(torch.autograd.Function):
     """`gdn::chunk_fwd` with `gdn::chunk_bwd`, or with `gdn::chunk_bwd_row` for the views of `packed_qkv_views`."""
 
@@ -38,14 +50,8 @@ class _ChunkFwd(torch.autograd.Function):
     def forward(ctx: Any, from_row: bool, kwargs: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             out = _ops.chunk_fwd.default(*tensors, **kwargs)
-        ctx.save_for_backward(*tensors, *out[2:])
-        ctx.kwargs = {name: x for name, x in kwargs.items() if name not in ("output_final_state", "save")}
-        ctx.has_final_state = kwargs.get("output_final_state", False)
         ctx.from_row = from_row
-        ctx.num_inputs = len(tensors)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out[2:] if ctx.has_final_state else out[1:]))
-        return out
+        return _keep(ctx, kwargs, tensors, out)
 
     @staticmethod
     @first_derivative_only
@@ -77,13 +83,7 @@ class _ChunkPackedFwd(torch.autograd.Function):
     def forward(ctx: Any, kwargs: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             out = _ops.chunk_packed_fwd.default(*tensors, **kwargs)
-        ctx.save_for_backward(*tensors, *out[2:])
-        ctx.kwargs = {name: x for name, x in kwargs.items() if name not in ("output_final_state", "save")}
-        ctx.has_final_state = kwargs.get("output_final_state", False)
-        ctx.num_inputs = len(tensors)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out[2:] if ctx.has_final_state else out[1:]))
-        return out
+        return _keep(ctx, kwargs, tensors, out)
 
     @staticmethod
     @first_derivative_only

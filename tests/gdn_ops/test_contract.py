@@ -125,8 +125,17 @@ def fresh_compiler():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("dtype", "norm", "varlen"),
-    [(torch.float32, True, True), (torch.bfloat16, False, False)],
-    ids=["float32-norm-varlen", "bfloat16-dense"],
+    [
+        (torch.float32, True, True),
+        (torch.float32, False, False),
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, True, True),
+        (torch.float16, True, False),
+        (torch.float16, False, True),
+        (torch.float64, True, False),
+        (torch.float64, False, True),
+    ],
+    ids=str,
 )
 def test_forms_agree_bitwise_compiled(form, dtype, norm, varlen, fresh_compiler):
     tensors, cu_seqlens = problem(dtype, varlen)
@@ -140,11 +149,12 @@ def test_forms_agree_bitwise_compiled(form, dtype, norm, varlen, fresh_compiler)
     assert gdn_ops.stats().input_copies == 0
 
 
-@pytest.mark.parametrize("kind", ["non-reentrant", "selective"])
-def test_compiled_checkpointing_agrees_bitwise(kind, fresh_compiler):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "selective"])
+def test_compiled_checkpointing_agrees_bitwise(kind, form, fresh_compiler):
     tensors, cu_seqlens = problem(torch.bfloat16, True)
     expected = results(functools.partial(call, "contiguous", True, cu_seqlens), tensors)
-    run = functools.partial(call, "plain", True, cu_seqlens)
+    run = functools.partial(call, form, True, cu_seqlens)
     compiled = torch.compile(checkpointed(kind, run), fullgraph=True)
     gdn_ops.reset_stats()
     assert_same_bits(results(compiled, tensors), expected)
