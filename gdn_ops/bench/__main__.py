@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from gdn_ops.bench import gate, scopes
+from gdn_ops.bench import accuracy, gate, scopes
 from gdn_ops.bench.cases import CASES, Case, Data, make_data
 from gdn_ops.bench.measure import Ceilings, ceilings, graph_ms, host_us, peak_bytes, time_ms, wall_ms
 from gdn_ops.bench.providers import FAILURES, NAMES, Provider, provider
-from gdn_ops.bench.report import Result, Skipped, as_json, cost_table, header, table, write_chart, write_json
+from gdn_ops.bench.report import Result, Skipped, aligned, as_json, cost_table, header, table, write_chart, write_json
 
 MODES = ("eager", "compiled", "checkpointed", "compiled-checkpointed", "compiled-no-pass")
 """How the row scope runs: as it is, under torch.compile, under activation checkpointing, both, without the pass."""
@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--quick", action="store_true", help="5 repetitions after 1 warm-up")
     p.add_argument("--graph", action="store_true", help="also time replays of a CUDA graph of the step")
+    p.add_argument("--accuracy", action="store_true", help="print errors against float64 instead of times")
     p.add_argument("--gates-only", action="store_true", help="stop after the gates: checks, and compiles in advance")
     p.add_argument("--json", type=Path, metavar="FILE", help="written anew after every line")
     p.add_argument("--chart", type=Path, metavar="FILE", help="PNG or SVG (needs matplotlib)")
@@ -217,6 +218,28 @@ class Run:
                         self.line(case, data, who, line)
 
 
+def accuracies(names: Sequence[str], device: str, target: Path | None, top: dict[str, str], command: str) -> int:
+    """Print every provider's errors on every kind of inputs; 1 if one of them could not be run."""
+    rows, failed = [], False
+    for kind in accuracy.INPUTS:
+        for name in names:
+            who = provider(name, accuracy.CASE)
+            if who.missing is not None:
+                print(f"skipped {kind} {name}: {who.missing}", flush=True)
+                failed = True
+                continue
+            try:
+                rows.append(accuracy.errors(kind, who, device, accuracy.CASE))
+            except FAILURES as error:
+                traceback.print_exc()
+                print(f"skipped {kind} {name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+                failed = True
+    print(aligned(accuracy.table(rows)))
+    if target:
+        write_json(target, {"header": top, "command": command, "accuracy": [dataclasses.asdict(r) for r in rows]})
+    return 1 if failed else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a gate was red or something that was asked for could not be measured."""
     args = parser().parse_args(argv)
@@ -228,12 +251,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         plans = [Plan(*(tuple(x) for x in (args.case, args.provider, args.scope, args.form, args.mode)))]
     top = header(args.device)
     print("  ".join(f"{name} {value}" for name, value in top.items()))
+    command = "python -m gdn_ops.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
+    if args.accuracy:
+        return accuracies(args.provider, args.device, args.json, top, command)
     limits = ceilings(args.device)
     print(
         f"measured ceilings: copy {limits.bytes_per_s / 1e9:.0f} GB/s, matmul {limits.flops_per_s / 1e12:.2f} TFLOP/s",
         flush=True,
     )
-    command = "python -m gdn_ops.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     run = Run(args, top, limits, command)
     try:
         for plan in plans:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdn_ops import reference
 from gdn_ops.bench import scopes
-from gdn_ops.bench.cases import Case, make_data, reduced
+from gdn_ops.bench.cases import Case, Data, make_data, reduced
 from gdn_ops.bench.providers import Provider, split
 
 RELATIVE_RMS = 1e-2
@@ -32,27 +32,35 @@ def _parts(case: Case, o: Tensor, drow: Tensor, dg: Tensor, dbeta: Tensor) -> di
     return {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
 
 
-@functools.lru_cache(maxsize=4)
-def expected_of(small: Case, device: str) -> dict[str, Tensor]:
-    """Output and gradients of the float64 recurrence, once for all providers of a case."""
-    data = make_data(small, device, seed=11)
+def recurrence(case: Case, data: Data) -> dict[str, Tensor]:
+    """Output and gradients of the float64 recurrence: o, dq, dk, dv, dg, dbeta."""
     row, g, beta = (x.detach().double().requires_grad_() for x in (data.row, data.g, data.beta))
     right, _ = reference.chunk_gated_delta_rule(
-        *split(small, row), g, beta, use_qk_l2norm_in_kernel=small.use_qk_l2norm, cu_seqlens=data.cu_seqlens
+        *split(case, row), g, beta, use_qk_l2norm_in_kernel=case.use_qk_l2norm, cu_seqlens=data.cu_seqlens
     )
     gradients = torch.autograd.grad(right, (row, g, beta), data.do.double())
-    return _parts(small, right.detach(), *gradients)
+    return _parts(case, right.detach(), *gradients)
+
+
+def results(case: Case, data: Data, provider: Provider) -> dict[str, Tensor]:
+    """The same of a provider, eager, from plain split views of the row."""
+    prepared = scopes.row(case, data, provider, "plain", compiled=False, recompute=False)
+    o = prepared.forward()
+    prepared.backward(o)
+    return _parts(case, o.detach(), *prepared.gradients())
+
+
+@functools.lru_cache(maxsize=4)
+def expected_of(small: Case, device: str) -> dict[str, Tensor]:
+    """`recurrence` of the gate's inputs, once for all providers of a case."""
+    return recurrence(small, make_data(small, device, seed=11))
 
 
 def check(case: Case, provider: Provider, device: str) -> str | None:
     """Compare the output and every gradient with the float64 recurrence at few tokens; None, or what is wrong."""
     small = reduced(case)
     data = make_data(small, device, seed=11)
-    assert provider.call is not None
-    prepared = scopes.row(small, data, provider, "plain", compiled=False, recompute=False)
-    o = prepared.forward()
-    prepared.backward(o)
-    found = _parts(small, o.detach(), *prepared.gradients())
+    found = results(small, data, provider)
     strict = case.dtype in (torch.float32, torch.float64)
     bounds = (1e-4, 1e-3) if strict else (RELATIVE_RMS, MAX_ABS)
     for name, x in expected_of(small, device).items():

@@ -119,10 +119,11 @@ def table(results: list[Result], cases: dict[str, Case], limits: Ceilings) -> st
                 f"{floor / r.step.median:.2f}",
             )
         )
-    return _aligned(lines)
+    return aligned(lines)
 
 
-def _aligned(lines: list[tuple[str, ...]]) -> str:
+def aligned(lines: list[tuple[str, ...]]) -> str:
+    """Cells as a text table; the first line is its header."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
@@ -154,7 +155,7 @@ def cost_table(results: list[Result]) -> str | None:
             both = [measured.get((case, form, checkpointed or "")) for form in ("plain", "packed")]
             if both[0] is not None and both[1] is not None:
                 add(case, way, "checkpointed step", both[0].step, both[1].step)
-    return _aligned(lines) if len(lines) > 1 else None
+    return aligned(lines) if len(lines) > 1 else None
 
 
 def as_json(

@@ -7,7 +7,7 @@ import torch
 
 import gdn_ops
 from gdn_ops.bench import __main__ as command
-from gdn_ops.bench import cases, gate, measure, providers, report, scopes
+from gdn_ops.bench import accuracy, cases, gate, measure, providers, report, scopes
 
 TINY = cases.Case("tiny", 1, 2, 70, (40, 0, 30), head_dim=8, dtype=torch.float32)
 
@@ -125,6 +125,27 @@ def test_gates_only_measures_nothing(tiny, capsys):
     text = capsys.readouterr().out
     assert "gate tiny ours: green" in text
     assert "step ms" not in text
+
+
+@pytest.mark.parametrize("kind", accuracy.INPUTS)
+def test_accuracy_of_every_kind_of_inputs(kind):
+    case = cases.Case("tiny", 1, 2, 130, (65, 1, 64), head_dim=16, dtype=torch.float32)
+    ours = providers.provider("ours", case)
+    found = accuracy.errors(kind, ours, "cpu", case).relative_rms
+    assert list(found) == ["o", "dq", "dk", "dv", "dg", "dbeta"]
+    assert all(0 < x < 1e-4 for x in found.values())
+    wrong = providers.Provider("wrong", lambda *xs: 1.01 * ours.call(*xs))
+    assert accuracy.errors(kind, wrong, "cpu", case).relative_rms["dk"] == pytest.approx(1e-2, rel=0.1)
+
+
+def test_accuracy_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(accuracy, "CASE", TINY)
+    target = tmp_path / "accuracy.json"
+    assert command.main(["--device", "cpu", "--accuracy", "--json", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert "step ms" not in text
+    assert all(kind in text for kind in accuracy.INPUTS)
+    assert len(json.loads(target.read_text())["accuracy"]) == len(accuracy.INPUTS)
 
 
 def test_lines_of_a_plan():
