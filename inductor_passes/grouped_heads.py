@@ -24,17 +24,10 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from inductor_passes.edits import call, erase_unused, outputs_of, outputs_stay_inside, same_sizes, update_value
+from inductor_passes.moves import KEEP_NUMBERING, MOVES, arguments, permutation
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of, size
-from inductor_passes.views import (
-    KEEP_NUMBERING,
-    MOVES,
-    Placements,
-    arguments,
-    permutation,
-    to_coordinates,
-    whole,
-)
+from inductor_passes.views import Placements, to_coordinates, whole
 
 aten = torch.ops.aten
 

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from inductor_passes.edits import erase_unused, outputs_of, outputs_stay_inside, update_value
+from inductor_passes.moves import arguments
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import same, same_shape, shape_of
-from inductor_passes.views import arguments
 
 aten = torch.ops.aten
 

@@ -20,9 +20,9 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.edits import call, update_value
+from inductor_passes.moves import arguments, permutation
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, divide, multiply, same, shape_of, size
-from inductor_passes.views import arguments, permutation
 
 aten = torch.ops.aten
 

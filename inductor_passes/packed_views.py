@@ -13,39 +13,34 @@ how it was spelled. Columns that others write (a gate's gradient, say) are writt
 
 Columns that depend on the op itself (a gradient that a hook changed, or that has a second use) are written after it.
 
+A row that is kept sequence first, [T,B,W], is made as such and handed to the op as a [B,T,W] view:
+
+    row = empty([T, B, W])
+    drow = auto_functionalized_v2(bwd_row_, row=<row as [B,T,W]: strides [W, B*W, 1]>, ...)
+
 Conditions, each with the reason code of a call that fails it:
  1. the gradients meet in one tensor of this graph ("split_elsewhere", "separate_rows");
  2. on the way there nothing computes with them ("computed_between", "cast_between"), and none of them is used by
     anything else ("used_elsewhere": that one is copied into the row after the op, the others are packed);
- 3. the row holds whole tokens, in order, in a number of elements that is known ("dynamic_row_width", "not_token_rows");
+ 3. the row holds whole tokens, batch first or sequence first, in a number of elements that is known
+    ("dynamic_row_width", "not_token_rows");
  4. heads lie at regular places with dense channels ("head_layout"), and no element is written twice ("overlap");
  5. something is saved: two gradients meet, or one meets columns that others write ("nothing_to_save").
 """
 
-import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes.edits import Extents, call, output, outputs_of, same_sizes
+from inductor_passes.gradient_flow import DTYPE_ONLY, Flow, Left, describe_use, follow, other_use, why_none, why_not
+from inductor_passes.moves import arguments
 from inductor_passes.registry import PackedVariant
-from inductor_passes.sizes import Size, add, divide, is_dense, multiply, product, same, shape_of
-from inductor_passes.views import (
-    KEEP_NUMBERING,
-    MOVES,
-    Axis,
-    Placement,
-    Placements,
-    arguments,
-    gaps,
-    is_zero,
-    permutation,
-    runs,
-    whole,
-)
+from inductor_passes.sizes import Size, divide, is_dense, multiply, product, same, shape_of
+from inductor_passes.views import Axis, Placement, Placements, gaps, runs
 
 aten = torch.ops.aten
 
@@ -68,10 +63,14 @@ _WRITES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Part of a token's row: starts at `offset`, loops (extent, stride) in elements, all static."""
+    """Part of a token's row: starts at `offset`, loops (extent, stride) in elements, all static.
+
+    swapped: what lies there runs through batch and tokens in the other order than the row's memory does.
+    """
 
     offset: int
     loops: tuple[tuple[int, int], ...]
+    swapped: bool = False
 
     def runs(self) -> list[tuple[int, int]]:
         """As (first, length) runs of neighbouring elements."""
@@ -91,8 +90,8 @@ class RowPlan:
     """One backward call and the row it shall write.
 
     root: the node that is the row; layouts: [offset, stride_group, group_len, stride_in_group] by operand;
-    before, after: columns of others that do not, or do, depend on the call; left: operands that are not packed, with
-    why.
+    before, after: columns of others that do not, or do, depend on the call; tokens_first: the row's memory is [T,B,W];
+    left: operands that are not packed, with why.
     """
 
     variant: PackedVariant
@@ -103,95 +102,11 @@ class RowPlan:
     before: tuple[Foreign, ...]
     after: tuple[Foreign, ...]
     uncovered: int
-    left: tuple["Left", ...] = ()
-
-
-@dataclass(frozen=True)
-class Left:
-    """Why a backward call, or one operand of it, is left as it was: a reason code and words."""
-
-    reason: str
-    detail: str
-    operand: str = ""
-
-
-_SPREADS = {
-    aten.slice_scatter.default,
-    aten.slice_backward.default,
-    aten.select_scatter.default,
-    aten.select_backward.default,
-    aten.as_strided_scatter.default,
-    aten.constant_pad_nd.default,
-    aten.add.Tensor,
-}
-"""Ops that can leave zeros between what they place."""
+    tokens_first: bool = False
+    left: tuple[Left, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------ looking
-def _elements(form: Placements) -> Size:
-    """How many elements placements cover, if no two meet."""
-    total: Size = 0
-    for placement in form:
-        total = add(total, product(axis.extent for axis in placement.axes))
-    return total
-
-
-@dataclass
-class _Flow:
-    """Everything that a call's gradients flow into by data movement alone."""
-
-    gradients: dict[Node, str]
-    forms: dict[Node, Placements] = field(default_factory=dict)
-    others: dict[Node, Placements] = field(default_factory=dict)
-    stops: list[tuple[Node, Node]] = field(default_factory=list)
-
-    def describe(self, node: Node) -> Placements:
-        """A node's placements; what holds none of the gradients is one opaque piece, or nothing if it is zero."""
-        form = self.forms.get(node)
-        if form is None:
-            form = self.others.get(node)
-        if form is None:
-            form = self.others[node] = self._describe_other(node)
-        return form
-
-    def _describe_other(self, node: Node) -> Placements:
-        if is_zero(node):
-            return ()
-        # Where a tensor of others is zero, it leaves room for the gradients; only then is it worth taking apart.
-        if node.target in _SPREADS or node.target in KEEP_NUMBERING or permutation(node) is not None:
-            form = MOVES[node.target](node, self.describe)
-            if form is not None and not same(_elements(form), product(shape_of(node))):
-                return form
-        return (whole(node),)
-
-
-def _follow(gradients: dict[Node, str], position: dict[Node, int]) -> tuple[_Flow, list[Node]]:
-    """Sweep forward from the gradients; returns the flow and the nodes it reached, in graph order."""
-    flow = _Flow(gradients, {g: (whole(g),) for g in gradients})
-    reached: list[Node] = []
-    queued = set(gradients)
-    heap = [(position[g], g) for g in gradients]
-    heapq.heapify(heap)
-    while heap:
-        _, node = heapq.heappop(heap)
-        if node not in gradients:
-            form = MOVES[node.target](node, flow.describe)
-            if form is None:
-                flow.stops += [(source, node) for source in node.all_input_nodes if source in queued]
-                continue
-            flow.forms[node] = form
-            reached.append(node)
-        for user in node.users:
-            if user in queued:
-                continue
-            if user.target in MOVES:
-                queued.add(user)
-                heapq.heappush(heap, (position[user], user))
-            else:
-                flow.stops.append((node, user))
-    return flow, reached
-
-
 def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]) -> RowPlan | Left:
     """The row that the gradients of one backward call make up, or why there is none. Looks only.
 
@@ -202,7 +117,7 @@ def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]
     gradients = {node: name for node, name in gradients.items() if node.users}
     if not gradients:
         return Left("no_gradient", "no gradient of " + ", ".join(variant.operands) + " is used")
-    flow, reached = _follow(gradients, position)
+    flow, reached = follow(gradients, position)
     operands = arguments(bwd)
     lead = shape_of(operands[variant.operands[0]])[:2]  # type: ignore[arg-type]
     best: RowPlan | None = None
@@ -216,12 +131,12 @@ def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]
         elif best is None or len(plan.layouts) >= len(best.layouts):
             best = plan
     if best is None:
-        return _why_none(flow, refused)
+        return why_none(flow, refused)
     # A lone gradient saves its own copy, but zeros have to be written around it where nothing else is.
     full = (best.before or best.after) and not best.uncovered
     worth = len(best.layouts) > 1 or full or 2 * _width(best, gradients) >= best.row_width
     known = {*best.layouts, *(left.operand for left in best.left)}
-    missing = [_why_not(flow, name) for name in gradients.values() if name not in known]
+    missing = [why_not(flow, name) for name in gradients.values() if name not in known]
     left = (*best.left, *missing)
     if not worth:
         alone = next(iter(best.layouts))
@@ -239,28 +154,8 @@ def _width(plan: RowPlan, gradients: dict[Node, str]) -> int:
     )
 
 
-def _code(source: Node, user: Node) -> str:
-    """The reason code of a gradient that stops being mere data movement at `user`."""
-    if user.target in _COPY_PRECISION:
-        return "cast_between"
-    if user.target is aten.add.Tensor:
-        return "overlap"
-    if user.target in MOVES:
-        known = all(isinstance(extent, int) for extent in shape_of(source)[2:])
-        return "not_token_rows" if known else "dynamic_row_width"
-    return "computed_between"
-
-
-def _why_not(flow: _Flow, name: str) -> Left:
-    """Why one operand's gradient is not in a row that others are in."""
-    for source, user in flow.stops:
-        if any(flow.gradients.get(placement.source) == name for placement in flow.describe(source)):
-            return Left(_code(source, user), f"the gradient of {name} goes through {describe_use(user)} first", name)
-    return Left("separate_rows", f"the gradient of {name} does not reach the row", name)
-
-
 def _plan(
-    variant: PackedVariant, bwd: Node, root: Node, flow: _Flow, lead: list[Size], position: dict[Node, int]
+    variant: PackedVariant, bwd: Node, root: Node, flow: Flow, lead: list[Size], position: dict[Node, int]
 ) -> RowPlan | Left:
     """The plan with `root` as the row, or why it cannot be one."""
     value = root.meta["val"]
@@ -275,23 +170,29 @@ def _plan(
     unknown = [n for n in shape_of(root) if not isinstance(n, int) and not any(same(n, size) for size in lead)]
     if len(unknown) > 1:
         return Left("dynamic_row_width", f"sizes {unknown} of {root} follow from no single size of the call")
-    tokens = (lead[0], lead[1])
+    batch, tokens = lead
+    order = _token_order(form, flow, (batch, tokens), width)
+    if order is None:
+        return Left("not_token_rows", f"the gradients do not lie in {root} token by token")
+    if order and variant.bwd_row_ is None:
+        return Left("not_token_rows", f"{root} is sequence first, and {variant.fwd} has no op that writes into a row")
+    row_order = (tokens, batch) if order else (batch, tokens)
     layouts: dict[str, list[int]] = {}
     left: list[Left] = []
     foreign: list[Foreign] = []
     taken: list[tuple[int, int]] = []
     for placement in form:
         source = placement.source
-        columns = _columns(placement, tokens, width)
-        if columns is None:
+        columns = _columns(placement, row_order, width)
+        name = flow.gradients.get(source)
+        if columns is None or (name is not None and columns.swapped != order):
             return Left("not_token_rows", f"{source} does not lie in {root} token by token")
         taken += columns.runs()
-        name = flow.gradients.get(source)
         if name is not None:
             problem: Left | list[int] | None = None
             if source.meta["val"].dtype != value.dtype:
                 problem = Left("cast_between", f"the gradient of {name} is {source.meta['val'].dtype}", name)
-            elif (user := _other_use(source, root, flow)) is not None:
+            elif (user := other_use(source, root, flow)) is not None:
                 problem = Left("used_elsewhere", f"the gradient of {name} is also used by {describe_use(user)}", name)
             else:
                 problem = _layout(placement)
@@ -313,33 +214,57 @@ def _plan(
     early = [f for f in foreign if f not in late]
     if variant.bwd_row_ is None:
         early, late = [], foreign
-    return RowPlan(variant, bwd, root, width, layouts, tuple(early), tuple(late), uncovered, tuple(left))
+    return RowPlan(variant, bwd, root, width, layouts, tuple(early), tuple(late), uncovered, order, tuple(left))
 
 
-def _columns(placement: Placement, tokens: tuple[Size, Size], width: int) -> Columns | None:
-    """Where in a token's row a source lies, if it lies there token by token, in its own order."""
+def _token_order(form: Placements, flow: Flow, lead: tuple[Size, Size], width: int) -> bool | None:
+    """Whether the gradients lie sequence first (batch inside tokens); None if they do not lie token by token."""
+    batch, tokens = lead
+    mine = [placement for placement in form if placement.source in flow.gradients]
+    for order, row_order in ((False, (batch, tokens)), (True, (tokens, batch))):
+        found = [_columns(placement, row_order, width) for placement in mine]
+        if all(columns is not None and columns.swapped == order for columns in found):
+            return order
+    return None
+
+
+def _columns(placement: Placement, lead: tuple[Size, Size], width: int) -> Columns | None:
+    """Where in a token's row a source lies, if it lies there token by token; `lead`: the row's leading sizes."""
     if not isinstance(placement.offset, int) or not 0 <= placement.offset < width:
         return None
-    need = product(tokens)
-    seen: Size = 1
-    count = 0
+    outer, inner = lead
     axes = placement.axes
-    while not same(seen, need):
-        if count == len(axes):
+    swapped = False
+    count = _nested(axes, product(lead), width)
+    if count is None:
+        # The source has the row's inner size outside: it steps by one row first, and by `inner` rows after that.
+        first = _nested(axes, inner, width)
+        second = None if first is None else _nested(axes[first:], outer, multiply(inner, width))
+        if first is None or second is None:
             return None
-        seen = multiply(seen, axes[count].extent)
-        count += 1
-    stride: Size = width
-    for axis in reversed(axes[:count]):
-        if not same(axis.stride, stride):
-            return None
-        stride = multiply(stride, axis.extent)
+        swapped, count = True, first + second
     loops = []
     for axis in axes[count:]:
         if not isinstance(axis.extent, int) or not isinstance(axis.stride, int):
             return None
         loops.append((axis.extent, axis.stride))
-    return Columns(placement.offset, tuple(loops))
+    return Columns(placement.offset, tuple(loops), swapped)
+
+
+def _nested(axes: tuple[Axis, ...], need: Size, stride: Size) -> int | None:
+    """How many leading axes make one dense loop over `need` steps of `stride`; None if they do not."""
+    seen: Size = 1
+    count = 0
+    while not same(seen, need):
+        if count == len(axes):
+            return None
+        seen = multiply(seen, axes[count].extent)
+        count += 1
+    for axis in reversed(axes[:count]):
+        if not same(axis.stride, stride):
+            return None
+        stride = multiply(stride, axis.extent)
+    return count
 
 
 def _merged(axes: Iterable[Axis]) -> list[tuple[int, int]]:
@@ -375,32 +300,6 @@ def _layout(placement: Placement) -> list[int] | None:
     return None
 
 
-_DTYPE_ONLY = {
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
-}
-"""Ops that ask a tensor for its dtype and device alone."""
-
-
-def _other_use(gradient: Node, root: Node, flow: _Flow) -> Node | None:
-    """A use of the gradient that does not go into `root` by data movement alone."""
-    stack, seen = [gradient], {root}
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            if user.target in _DTYPE_ONLY:
-                continue
-            if user is not root and user not in flow.forms:
-                return user
-            stack.append(user)
-    return None
-
-
 def _depends_on(node: Node, ancestor: Node, position: dict[Node, int]) -> bool:
     """Whether `node` needs `ancestor`; only what stands behind the ancestor is searched."""
     start = position[ancestor]
@@ -413,48 +312,6 @@ def _depends_on(node: Node, ancestor: Node, position: dict[Node, int]) -> bool:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return False
-
-
-def describe_use(user: Node) -> str:
-    """A use in words."""
-    return "the graph's output" if user.op == "output" else f"{user.target} ({user.name})"
-
-
-_COPY_PRECISION = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
-
-
-def _why_none(flow: _Flow, refused: list[Left]) -> Left:
-    """The most telling of the reasons why no row was found."""
-    for code in ("overlap", "dynamic_row_width", "head_layout", "used_elsewhere", "not_token_rows", "cast_between"):
-        for left in refused:
-            if left.reason == code:
-                return left
-    ends: dict[str, Node] = {}
-    sources: dict[str, Node] = {}
-    for source, user in flow.stops:
-        for placement in flow.describe(source):
-            if placement.source in flow.gradients:
-                ends.setdefault(flow.gradients[placement.source], user)
-                sources.setdefault(flow.gradients[placement.source], source)
-    if not ends:
-        return Left("split_elsewhere", "the gradients are not used in this graph")
-    for name, user in ends.items():
-        code = _code(sources[name], user)
-        if code != "computed_between":
-            return Left(code, f"the gradient of {name} goes through {describe_use(user)} first")
-    if all(user.op == "output" for user in ends.values()):
-        return Left("split_elsewhere", "the gradients leave the graph one by one: the split is in another graph")
-    places = "; ".join(f"{name}: {describe_use(user)}" for name, user in sorted(ends.items()))
-    if (
-        len(ends) > 1
-        and len(set(ends.values())) == len(ends)
-        and all(user.target in _CONSUMERS for user in ends.values())
-    ):
-        return Left("separate_rows", f"each gradient goes to a place of its own ({places})")
-    return Left("computed_between", f"something computes between the split and the op ({places})")
-
-
-_CONSUMERS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution_backward.default}
 
 
 # ------------------------------------------------------------------------------------------------------------ editing
@@ -475,13 +332,13 @@ def replace_packed_row(graph: Graph, plan: RowPlan, renamed: dict[Node, Node]) -
     anchor = bwd if not sources else _behind(graph, [bwd, *sources])
     with graph.inserting_before(anchor):
         extents = Extents(graph, bwd, first_operand)
-        if plan.before:
+        if plan.before or plan.tokens_first:
             assert ops.bwd_row_ is not None
             row = _new_row(graph, plan, extents, first_operand)
             for foreign, source in zip(plan.before, sources, strict=True):
-                row = _write(graph, bwd, row, source, foreign.columns, plan.row_width, extents)
+                row = _write(graph, bwd, row, source, foreign.columns, plan, extents)
             functional = torch.ops.higher_order.auto_functionalized_v2
-            kwargs = {**given, **layouts, "_row_base_index": 0, "_all_bases": [row]}
+            kwargs = {**given, **layouts, "_row_base_index": 0, **_as_batch_first(plan, extents), "_all_bases": [row]}
             new = call(graph, bwd, functional, (ops.bwd_row_,), kwargs)
             count = len(ops.bwd_row_._schema.returns)
             drow, shift = output(graph, bwd, new, count), 0
@@ -492,7 +349,7 @@ def replace_packed_row(graph: Graph, plan: RowPlan, renamed: dict[Node, Node]) -
         packed = {variant.gradients[variant.operands.index(name)] for name in plan.layouts}
         for index, old in old_outputs.items():
             if index in packed:
-                for user in [user for user in old.users if user.target in _DTYPE_ONLY]:
+                for user in [user for user in old.users if user.target in DTYPE_ONLY]:
                     user.replace_input_with(old, drow)
                 continue
             renamed[old] = output(graph, old, new, index + shift)
@@ -502,7 +359,7 @@ def replace_packed_row(graph: Graph, plan: RowPlan, renamed: dict[Node, Node]) -
     with graph.inserting_before(root):
         for foreign in plan.after:
             source = renamed.get(foreign.source, foreign.source)
-            drow = _write(graph, root, drow, source, foreign.columns, plan.row_width, extents)
+            drow = _write(graph, root, drow, source, foreign.columns, plan, extents)
         shape = shape_of(root)
         if not same_sizes(drow, shape):
             extents.of(0)
@@ -518,29 +375,51 @@ def _behind(graph: Graph, nodes: list[Node]) -> Node:
     return next(node for node in reversed(graph.nodes) if node in wanted).next
 
 
+def _lead(plan: RowPlan, extents: Extents) -> tuple[int | Node, int | Node]:
+    """The row's leading sizes, in the order of its memory."""
+    batch, tokens = extents.of(0), extents.of(1)
+    return (tokens, batch) if plan.tokens_first else (batch, tokens)
+
+
+def _as_batch_first(plan: RowPlan, extents: Extents) -> dict[str, Any]:
+    """How auto_functionalized_v2 is told that the op's row is a [B,T,W] view of a [T,B,W] tensor."""
+    if not plan.tokens_first:
+        return {}
+    tokens, batch = _lead(plan, extents)
+    width = plan.row_width
+    strides = [width, extents.times(batch, width), 1]
+    return {"_row_size": [batch, tokens, width], "_row_stride": strides, "_row_storage_offset": 0}
+
+
 def _new_row(graph: Graph, plan: RowPlan, extents: Extents, like: Node) -> Node:
     value = like.meta["val"]
-    shape = [extents.of(0), extents.of(1), plan.row_width]
+    shape = [*_lead(plan, extents), plan.row_width]
     kwargs = {"dtype": plan.root.meta["val"].dtype, "device": value.device}
     if plan.uncovered:
         return call(graph, plan.bwd, aten.full.default, (shape, 0), kwargs)
     return call(graph, plan.bwd, aten.empty.memory_format, (shape,), kwargs)
 
 
-def _write(graph: Graph, like: Node, row: Node, source: Node, columns: Columns, width: int, extents: Extents) -> Node:
+def _write(
+    graph: Graph, like: Node, row: Node, source: Node, columns: Columns, plan: RowPlan, extents: Extents
+) -> Node:
     """The row with one foreign tensor in its columns.
 
     as_strided_scatter is the one scatter that Inductor always turns into a copy into the row it is given; slice_scatter
     would become a kernel that reads and writes the whole row.
     """
-    batch, tokens = extents.of(0), extents.of(1)
-    inner = [extent for extent, _ in columns.loops]
-    shape: list[Any] = [batch, tokens, *inner]
-    wanted = [*shape_of(row)[:2], *inner]
-    if not same_sizes(source, wanted):
+    outer, inner = _lead(plan, extents)
+    width = plan.row_width
+    lead = [(outer, extents.times(inner, width)), (inner, width)]
+    sizes = shape_of(row)[:2]
+    if columns.swapped:
+        lead, sizes = lead[::-1], sizes[::-1]
+    extra = [extent for extent, _ in columns.loops]
+    shape: list[Any] = [*(extent for extent, _ in lead), *extra]
+    if not same_sizes(source, [*sizes, *extra]):
         viewed = aten.view.default if is_dense(source.meta["val"]) else aten.reshape.default
         source = call(graph, like, viewed, (source, shape))
-    strides = [extents.times(tokens, width), width, *(stride for _, stride in columns.loops)]
+    strides = [*(stride for _, stride in lead), *(stride for _, stride in columns.loops)]
     return call(graph, like, aten.as_strided_scatter.default, (row, source, shape, strides, columns.offset))
 
 

@@ -10,14 +10,15 @@ from torch.fx import Graph, Node
 
 from inductor_passes import registry, settings
 from inductor_passes.edits import outputs_of, restore_order
+from inductor_passes.gradient_flow import Left
 from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
+from inductor_passes.moves import MOVES
 from inductor_passes.norm_folding import find_norms, replace_norms
 from inductor_passes.operand_copies import find_operand_copies, replace_operand_copies
-from inductor_passes.packed_views import Left, RowPlan, conflicts, find_packed_row, replace_packed_row
+from inductor_passes.packed_views import RowPlan, conflicts, find_packed_row, replace_packed_row
 from inductor_passes.registry import PackedVariant
 from inductor_passes.report import CallReport, Report, UnpackedCallError, location, saved_bytes
 from inductor_passes.settings import Settings
-from inductor_passes.views import MOVES
 
 __all__ = ["MOVES", "CallSite", "counters", "find_calls", "observers", "rewrite_graph"]
 

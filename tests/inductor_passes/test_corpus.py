@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph
 
 from inductor_passes import inspection, pipeline
-from inductor_passes.views import MOVES
+from inductor_passes.moves import MOVES
 from tests.inductor_passes.corpus import SITES, Weights
 
 aten = torch.ops.aten

@@ -154,11 +154,36 @@ def every_other_token(self, x):
     return self.finish(toy(*heads(*parts(row)), g))
 
 
-@body(0, "not_token_rows")
+@body(1)
 def tokens_first_row(self, x):
     row = self.rows[0](x.transpose(0, 1))  # [T,B,W], as Megatron keeps it
     q, k, v = (y.transpose(0, 1) for y in parts(row))
     return self.finish(toy(*heads(q, k, v), self.decay(x)))
+
+
+@body(1)
+def tokens_first_row_with_others(self, x):
+    # [T,B,q|k|v|gap|z]: z is used sequence first, and g, which lies in the row as well, batch first.
+    h = x.transpose(0, 1)
+    row = torch.cat([self.rows[0](h), self.rows[1](h)[..., : HV + 3 + VW]], dim=-1)
+    q, k, v, g, _, z = row.split([QW, QW, VW, HV, 3, VW], dim=-1)
+    o = toy(*(y.transpose(0, 1) for y in heads(q, k, v)), g.transpose(0, 1))
+    return self.out(o.flatten(-2).transpose(0, 1) * z).transpose(0, 1)
+
+
+@body(1, "packed_partly")
+def tokens_first_row_with_q_used(self, x):
+    q, k, v = (y.transpose(0, 1) for y in parts(self.rows[0](x.transpose(0, 1))))
+    return self.finish(toy(*heads(q, k, v), self.decay(x))) + q.sum(-1, keepdim=True)
+
+
+@body(1)
+def batch_first_row_with_a_tokens_first_gate(self, x):
+    row = torch.cat([self.rows[0](x), self.rows[1](x)[..., :VW]], dim=-1)
+    q, k, v, z = row.split([QW, QW, VW, VW], dim=-1)
+    z = z.transpose(0, 1).contiguous()
+    o = toy(*heads(q, k, v), self.decay(x)).flatten(-2).transpose(0, 1)
+    return self.out(o * z).transpose(0, 1)
 
 
 @body(1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes import sizes, views
+from inductor_passes import moves, sizes, views
 from inductor_passes.edits import restore_order
 
 
@@ -17,10 +17,10 @@ def described(graph, inputs):
 
     def describe(node):
         if node not in forms:
-            if views.is_zero(node):
+            if moves.is_zero(node):
                 forms[node] = ()
-            elif node.target in views.MOVES:
-                forms[node] = views.MOVES[node.target](node, describe)
+            elif node.target in moves.MOVES:
+                forms[node] = moves.MOVES[node.target](node, describe)
             else:
                 forms[node] = (views.whole(node),)
         if forms[node] is None:
