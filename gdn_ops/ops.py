@@ -22,6 +22,7 @@ from gdn_ops.outputs import (
     allocate_chunk_fwd,
     allocate_row,
     gradient_target,
+    saved_matrices,
 )
 from gdn_ops.shapes import SAVE_LEVELS, Inputs, Options, RowLayout, Saved, packed_layouts, packed_width
 
@@ -183,7 +184,8 @@ def _fill_chunk_bwd(call: _Call, out: Backward, targets: tuple[Tensor, Tensor, T
     dfinal_state = None if call.dfinal_state is None else call.dfinal_state.contiguous()
     do = _dense_last(call.do, "gradient_copies")
     filled = out._replace(dq=targets[0], dk=targets[1], dv=targets[2])
-    backend_for(inputs, options).chunk_bwd(filled, do, dfinal_state, inputs, call.saved, options)
+    saved = saved_matrices(call.saved, inputs)
+    backend_for(inputs, options).chunk_bwd(filled, do, dfinal_state, inputs, saved, options)
 
 
 def _targets(
@@ -222,7 +224,7 @@ def _layouts(kwargs: dict[str, Any]) -> list[RowLayout | None]:
 def _chunk_fwd(
     *tensors: Tensor, output_final_state: bool = False, save: str = "solve", **options: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(_fill_chunk_fwd(Inputs(*tensors), Options(**options), output_final_state, save))
+    return _fill_chunk_fwd(Inputs(*tensors), Options(**options), output_final_state, save).returned
 
 
 def _chunk_bwd(*args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -300,7 +302,7 @@ def _chunk_packed_fwd(
 ) -> tuple[Tensor, ...]:
     heads = _Heads.take(kwargs)
     views = heads.views(_dense_last(row, "input_copies"))
-    return tuple(_fill_chunk_fwd(Inputs(*views, *tensors), Options(**kwargs), output_final_state, save))
+    return _fill_chunk_fwd(Inputs(*views, *tensors), Options(**kwargs), output_final_state, save).returned
 
 
 def _packed_backward_call(heads: _Heads, row: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> _Call:
@@ -329,11 +331,9 @@ def _chunk_fwd_fake(
     use_qk_l2norm: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        allocate_chunk_fwd(
-            Inputs(*tensors), output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm, save=save
-        )
-    )
+    return allocate_chunk_fwd(
+        Inputs(*tensors), output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm, save=save
+    ).returned
 
 
 def _chunk_bwd_fake(*args: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -29,6 +29,23 @@ class Forward(NamedTuple):
         """The tensors that the backward takes."""
         return Saved(*self[2:])
 
+    @property
+    def returned(self) -> tuple[Tensor, ...]:
+        """What the op returns: o, final_state and the saved tensors with the two axes of a matrix in one.
+
+        In a model with a convolution Inductor turns every four-dimensional tensor that waits for the backward to
+        channels last; these would be transposed after the forward and back before the backward.
+        """
+        return (*self[:2], *(x.flatten(-2) if x.dim() == 4 else x for x in self[2:]))
+
+
+def saved_matrices(returned: Saved, inputs: Inputs) -> Saved:
+    """The saved tensors as backends take them, dense, from the form in which the op returned them."""
+    s = sizes(inputs)
+    trailing = Saved((2, s.HK), None, (CHUNK, CHUNK), (CHUNK, CHUNK), (s.V, s.K), (s.V, CHUNK))
+    dense = (x.contiguous() for x in returned)
+    return Saved(*(x if axes is None else x.unflatten(-1, axes) for x, axes in zip(dense, trailing, strict=True)))
+
 
 class Backward(NamedTuple):
     """Outputs of `gdn::chunk_bwd`: dense gradients in each input's shape and dtype (zero rows if absent)."""

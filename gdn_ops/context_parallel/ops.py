@@ -186,7 +186,7 @@ def _fake(num_operands: int) -> Any:
             words = kwargs["num_ranks"] if kwargs["group_name"] else 1
             words *= HV * K * (plan.forward_segments.shape[0] // 2 * V + plan.transition_segments.shape[0] // 2 * K)
         told = q.new_empty((words,), dtype=accumulator_dtype(q.dtype))
-        return (*out, states, told)
+        return (*out.returned, states, told)
 
     return run
 

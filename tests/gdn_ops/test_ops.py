@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gdn_ops
-from gdn_ops import counters, outputs, settings
+from gdn_ops import counters, ops, outputs, settings
 from gdn_ops.ops import SCHEMAS, backend_for
 from gdn_ops.shapes import SAVE_LEVELS, Inputs, Options
 
@@ -149,9 +149,36 @@ def test_real_outputs_have_the_allocation_s_metadata(save, varlen):
     real = OPS.chunk_fwd(*tensors.values(), **kwargs)
     meta = [x if x is None else x.to("meta") for x in tensors.values()]
     planned = outputs.allocate_chunk_fwd(Inputs(*meta), output_final_state=True, use_qk_l2norm=True, save=save)
-    for name, a, b in zip(outputs.Forward._fields, real, planned, strict=True):
+    for name, a, b in zip(outputs.Forward._fields, real, planned.returned, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), name
         assert a.is_contiguous(), name
+
+
+def test_saved_tensors_stay_dense_between_convolutions(monkeypatch):
+    # Inductor lays four-dimensional tensors that wait for a backward out channels-last up to the last convolution.
+    seen = []
+    dense = outputs.saved_matrices
+
+    def spy(returned, inputs):
+        seen.append([x.is_contiguous() for x in returned])
+        return dense(returned, inputs)
+
+    monkeypatch.setattr(ops, "saved_matrices", spy)
+    monkeypatch.setattr(torch._inductor.config, "force_layout_optimization", True)
+    B, T = 2, 70
+    convolutions = [torch.nn.Conv1d(W, W, 4, groups=W, padding=3) for _ in range(2)]
+
+    def model(x, g, beta):
+        for convolution in convolutions:
+            q, k, v = convolution(x.transpose(1, 2))[..., :T].transpose(1, 2).split([HK * D, HK * D, HV * D], -1)
+            q, k, v = (y.unflatten(-1, (-1, D)) for y in (q, k, v))
+            o, _ = gdn_ops.chunk_gated_delta_rule(q, k, v, -g.exp(), beta, use_qk_l2norm_in_kernel=True)
+            x = x + torch.nn.functional.pad(o.flatten(-2), (0, W - HV * D))
+        return x
+
+    gates = [torch.rand(B, T, HV, requires_grad=True) for _ in range(2)]
+    torch.compile(model, fullgraph=True)(torch.randn(B, T, W), *gates).sum().backward()
+    assert seen == [[True] * 6] * 2
 
 
 @pytest.mark.parametrize("layout", ["packed", "interleaved", "gap"])
