@@ -1,10 +1,11 @@
 """The short causal convolution before GDN, over fragments: its first tokens need rows that another rank may hold.
 
-    halo       each fragment that goes on elsewhere tells its last width - 1 rows; one all-gather
-    forward    gdn::causal_conv1d_fwd, one op from the packed row to the packed row, SiLU inside
-    backward   gdn::causal_conv1d_bwd; the gradients of history rows go back by one all-gather
+    forward    halo_tell (last rows of fragments that go on elsewhere) -> all-gather -> gdn::causal_conv1d_fwd
+    backward   causal_conv1d_bwd_history (gradients of the rows that came) -> all-gather -> halo_return (what the
+               others' tokens add to this rank's last rows) -> gdn::causal_conv1d_bwd, which adds that before it rounds
 
-A fragment shorter than width - 1 passes on rows of the ones before it, so rows are found by the partition's own plan.
+One op each way goes from the packed row to the packed row, SiLU inside. A fragment shorter than width - 1 passes on rows
+of the ones before it, so rows are found by the partition's own plan. No history is a tensor with zero rows.
 """
 
 from typing import Any
@@ -19,86 +20,133 @@ from gdn_ops.context_parallel.context import Context
 from gdn_ops.context_parallel.path import gather
 from gdn_ops.context_parallel.plan import MAX_WIDTH, Halo
 from gdn_ops.derivatives import first_derivative_only
-from gdn_ops.ops import _load, _on_cpu, check_cu_seqlens_values, lib
+from gdn_ops.ops import _dense_last, _load, _on_cpu, check_cu_seqlens_values, lib
+from gdn_ops.shapes import accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
-_ARGS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor cu_seqlens, *, bool silu"
+_ARGS = "Tensor x, Tensor weight, Tensor? bias, Tensor history"
 SCHEMAS = {
-    "causal_conv1d_fwd": f"({_ARGS}) -> Tensor",
-    "causal_conv1d_bwd": f"(Tensor dy, {_ARGS}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dhistory)",
-    "halo_tell": "(Tensor x, Tensor segments, *, int depth, int num_ranks) -> Tensor",
-    "halo_return": "(Tensor dx, Tensor told, Tensor segments, Tensor rows, Tensor positions) -> Tensor",
+    "causal_conv1d_fwd": f"({_ARGS}, Tensor cu_seqlens, *, bool silu) -> Tensor",
+    "causal_conv1d_bwd": f"(Tensor dy, {_ARGS}, Tensor tails, Tensor cu_seqlens, *, bool silu) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "causal_conv1d_bwd_history": f"(Tensor dy, {_ARGS}, Tensor cu_seqlens, Tensor fragments, *, bool silu, "
+    "int num_ranks) -> Tensor",
+    "halo_tell": "(Tensor x, Tensor segments, *, SymInt depth, int num_ranks) -> Tensor",
+    "halo_return": "(Tensor told, Tensor tellers, Tensor rows, Tensor positions, *, SymInt num_fragments) -> Tensor",
 }
-"""Argument and result lists, by name (namespace `gdn`). x is [T,W], history [F,width-1,W]."""
+"""Argument and result lists, by name (namespace `gdn`). x is [T,W]; history, tails [F,width-1,W] or zero rows."""
+
+
+def _backend(x: Tensor) -> Any:
+    """The module that runs a convolution of `x`; there is one kernel for every GPU, the Triton backend's."""
+    wanted = settings.current().backend
+    if wanted == "cpu" or (wanted == "auto" and not x.is_cuda):
+        return _load("cpu_conv")
+    kernels = _load("triton.conv")
+    reason = kernels.unsupported_reason(x)
+    if reason is None:
+        return kernels
+    if wanted == "auto":
+        return _load("cpu_conv")  # torch operations, right on every device
+    raise NotImplementedError(f"no backend for the convolution: {wanted}: {reason}")
 
 
 def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor, *, silu: bool) -> Tensor:
     if cu_seqlens.device.type == "cpu" or settings.current().debug:
         check_cu_seqlens_values(cu_seqlens, x.shape[0])
-    return _load("cpu_conv").conv_fwd(x, weight, bias, history, cu_seqlens, silu)
+    x = _dense_last(x, "input_copies")
+    bias = None if bias is None else bias.contiguous()
+    return _backend(x).conv_fwd(x, weight.contiguous(), bias, history.contiguous(), cu_seqlens.contiguous(), silu)
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor, *, silu: bool
-) -> tuple[Tensor, ...]:
-    dx, dweight, dbias, dhistory = _load("cpu_conv").conv_bwd(dy, x, weight, bias, history, cu_seqlens, silu)
-    dbias = weight.new_zeros((0,)) if bias is None else dbias.to(bias.dtype)
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias, dhistory.to(x.dtype)
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, tails: Tensor, cu_seqlens: Tensor, *,
+    silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    x, dy = _dense_last(x, "input_copies"), _dense_last(dy, "gradient_copies")
+    dx, dweight, dbias = _backend(x).conv_bwd(
+        dy, x, weight.contiguous(), None if bias is None else bias.contiguous(), history.contiguous(),
+        tails.contiguous(), cu_seqlens.contiguous(), silu,
+    )  # fmt: skip
+    return dx, dweight, weight.new_empty((0,)) if dbias is None else dbias
 
 
-def _tail_tokens(segments: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """[A,depth] the tokens 1, 2, ... before each segment's end, and whether the segment has them."""
-    start, end = segments.long().view(-1, 2).unbind(1)
-    token = end[:, None] - 1 - torch.arange(depth, device=segments.device)
-    return token, token >= start[:, None]
+def _bwd_fake(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, tails: Tensor, cu_seqlens: Tensor, *,
+    silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dbias = weight.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+
+
+def _bwd_history(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor,
+    fragments: Tensor, *, silu: bool, num_ranks: int,
+) -> Tensor:  # fmt: skip
+    """[B,P,W] in the accumulation dtype, oldest first."""
+    if num_ranks > 1:
+        counters.count("context_exchanges")
+    x, dy = _dense_last(x, "input_copies"), _dense_last(dy, "gradient_copies")
+    return _backend(x).conv_history_bwd(
+        dy, x, weight.contiguous(), None if bias is None else bias.contiguous(), history.contiguous(),
+        cu_seqlens.contiguous(), fragments.contiguous(), silu,
+    )  # fmt: skip
+
+
+def _bwd_history_fake(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor,
+    fragments: Tensor, *, silu: bool, num_ranks: int,
+) -> Tensor:  # fmt: skip
+    shape = (fragments.shape[0], weight.shape[1] - 1, x.shape[1])
+    return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
 
 
 @torch.no_grad()
 def _halo_tell(x: Tensor, segments: Tensor, *, depth: int, num_ranks: int) -> Tensor:
+    """[A,depth,W] the last rows of each segment, nearest to its end first; zeros where it is shorter."""
     if num_ranks > 1:
         counters.count("context_exchanges")
-    token, there = _tail_tokens(segments, depth)
+    start, end = segments.long().view(-1, 2).unbind(1)
+    token = end[:, None] - 1 - torch.arange(depth, device=segments.device)
     if x.shape[0] == 0:
         return x.new_zeros((*token.shape, x.shape[1]))
+    there = token >= start[:, None]
     return torch.where(there[..., None], x[token.clamp(min=0)], 0).contiguous()
 
 
 @torch.no_grad()
-def _halo_return(dx: Tensor, told: Tensor, segments: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """dx with what the readers of its last rows found: told [R*B,depth,W], rows and positions [A,depth,readers]."""
-    out = dx.clone()
-    if dx.shape[0] == 0:
-        return out
-    token, there = _tail_tokens(segments, rows.shape[1])
-    found = told.new_zeros((*token.shape, dx.shape[1]), dtype=torch.promote_types(told.dtype, torch.float32))
+def _halo_return(told: Tensor, tellers: Tensor, rows: Tensor, positions: Tensor, *, num_fragments: int) -> Tensor:
+    """[F,depth,W] what readers found for each fragment's last rows, newest last; float32 sums in a fixed order.
+
+    told [R*B,depth,W], oldest first, is every rank's `causal_conv1d_bwd_history`; rows, positions [A,depth,readers].
+    """
+    depth = told.shape[1]
+    found = told.new_zeros((*rows.shape[:2], told.shape[2]))
     for reader in range(rows.shape[2]):
         row, position = rows[..., reader], positions[..., reader]
         # A narrower convolution reaches less far back than the plan does.
-        reads = (row >= 0) & (position < told.shape[1])
-        value = told[row.clamp(min=0), position.clamp(min=0, max=told.shape[1] - 1)]
+        reads = (row >= 0) & (position < depth)
+        value = told[row.clamp(min=0), depth - 1 - position.clamp(min=0, max=depth - 1)]
         found += torch.where(reads[..., None], value, 0)
-    token = torch.where(there, token, 0).flatten()
-    found = torch.where(there[..., None], found, 0).flatten(0, 1)
-    # Each token is in one segment once; the others add zeros.
-    return out.index_add_(0, token, found.to(out.dtype))
-
-
-def _bwd_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor, *, silu: bool
-) -> tuple[Tensor, ...]:
-    dbias = weight.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, x.new_empty(history.shape)
+    # One row more than there are fragments takes what unused slots compute.
+    out = told.new_zeros((num_fragments + 1, depth, told.shape[2]))
+    out.index_copy_(0, torch.where(tellers >= 0, tellers, num_fragments), found.flip(1))
+    return out[:-1]
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "causal_conv1d_fwd": (_fwd, lambda x, *args, **kwargs: x.new_empty(x.shape)),
     "causal_conv1d_bwd": (_bwd, _bwd_fake),
+    "causal_conv1d_bwd_history": (_bwd_history, _bwd_history_fake),
     "halo_tell": (
         _halo_tell,
         lambda x, segments, *, depth, num_ranks: x.new_empty((segments.shape[0] // 2, depth, x.shape[1])),
     ),
-    "halo_return": (_halo_return, lambda dx, *args: dx.new_empty(dx.shape)),
+    "halo_return": (
+        _halo_return,
+        lambda told, *args, num_fragments: told.new_empty((num_fragments, *told.shape[1:])),
+    ),
 }
 for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
     lib.define(_name + SCHEMAS[_name], tags=_TAGS)
@@ -108,17 +156,35 @@ for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
 
 
 def _history(x: Tensor, depth: int, cu_seqlens: Tensor, segments: Tensor, halo: Halo | None, ranks: Any) -> Tensor:
-    """[F,depth,W], oldest first; zeros before a document's first token."""
-    history = x.new_zeros((cu_seqlens.shape[0] - 1, depth, x.shape[1]))
+    """[F,depth,W], oldest first, zeros before a document's first token; zero rows where no document is in parts."""
     if halo is None or halo.fragments.shape[0] == 0:
-        return history
+        return x.new_empty((0, depth, x.shape[1]))
     told = torch.ops.gdn.halo_tell.default(x, segments, depth=depth, num_ranks=ranks[0])
     heard = gather(told.view(-1), ranks[0], ranks[1], "convolution rows").view(-1, depth, x.shape[1])
     row, back = halo.sources[:, :depth], halo.distances[:, :depth]
     near = torch.where((row >= 0)[..., None], heard[row.clamp(min=0), back.clamp(min=0)], 0)
-    place = torch.where(halo.fragments >= 0, halo.fragments, history.shape[0])
-    padded = x.new_zeros((history.shape[0] + 1, depth, x.shape[1]))
+    num_fragments = cu_seqlens.shape[0] - 1
+    place = torch.where(halo.fragments >= 0, halo.fragments, num_fragments)
+    padded = x.new_zeros((num_fragments + 1, depth, x.shape[1]))
     return padded.index_copy(0, place, near.flip(1))[:-1]
+
+
+def _tails(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, cu_seqlens: Tensor, silu: bool,
+    halo: Halo | None, ranks: Any,
+) -> Tensor:  # fmt: skip
+    """[F,depth,W] what the tokens of later fragments add to the gradients of each fragment's last rows."""
+    depth = weight.shape[1] - 1
+    if halo is None or halo.fragments.shape[0] == 0:
+        return x.new_empty((0, depth, x.shape[1]), dtype=accumulator_dtype(x.dtype))
+    told = torch.ops.gdn.causal_conv1d_bwd_history.default(
+        dy, x, weight, bias, history, cu_seqlens, halo.fragments, silu=silu, num_ranks=ranks[0]
+    )
+    heard = gather(told.view(-1), ranks[0], ranks[1], "convolution row gradients").view(-1, depth, x.shape[1])
+    return torch.ops.gdn.halo_return.default(
+        heard, halo.tellers, halo.readers[:, :depth], halo.reader_distances[:, :depth],
+        num_fragments=cu_seqlens.shape[0] - 1,
+    )  # fmt: skip
 
 
 class _Conv(torch.autograd.Function):
@@ -141,24 +207,11 @@ class _Conv(torch.autograd.Function):
         x, weight, bias, history, cu_seqlens, segments, *halo = saved
         silu, ranks = ctx.meta
         with torch._C._AutoDispatchBelowAutograd():
-            dx, dweight, dbias, dhistory = torch.ops.gdn.causal_conv1d_bwd.default(
-                dy, x, weight, bias, history, cu_seqlens, silu=silu
+            tails = _tails(dy, x, weight, bias, history, cu_seqlens, silu, Halo(*halo) if halo else None, ranks)
+            dx, dweight, dbias = torch.ops.gdn.causal_conv1d_bwd.default(
+                dy, x, weight, bias, history, tails, cu_seqlens, silu=silu
             )
-            if halo and halo[0].shape[0]:
-                plan = Halo(*halo)
-                there = (plan.fragments >= 0)[:, None, None]
-                told = torch.where(there, dhistory[plan.fragments.clamp(min=0)].flip(1), 0).contiguous()
-                if ranks[0] > 1:
-                    counters.count("context_exchanges")
-                depth = weight.shape[1] - 1
-                heard = gather(told.view(-1), ranks[0], ranks[1], "convolution row gradients").view(
-                    -1, depth, x.shape[1]
-                )
-                dx = torch.ops.gdn.halo_return.default(
-                    dx, heard, segments, plan.readers[:, :depth], plan.reader_distances[:, :depth]
-                )
-        dbias = None if bias is None else dbias
-        return dx, dweight, dbias, None, None, None, None, *(None,) * len(halo)
+        return dx, dweight, None if bias is None else dbias, *(None,) * (4 + len(halo))
 
 
 def _direct(

@@ -179,13 +179,15 @@ class Halo(NamedTuple):
     """Where the rows before a rank's fragments lie, for every width up to `MAX_WIDTH`; -1 stands for none.
 
     fragments [B]: local fragments that continue a document. sources, distances [B,P]: for the row j + 1 before the
-    fragment, who tells it and how far from its teller's end it is (0: the last row). readers, reader_distances [A,P,P]:
-    for each row that this rank tells, which receivers read it, and as their which row (0: nearest).
+    fragment, who tells it and how far from its teller's end it is (0: the last row). tellers [A]: local fragments that
+    tell rows. readers, reader_distances [A,P,P]: for each row that this rank tells, which receivers read it, and as
+    their which row (0: nearest).
     """
 
     fragments: Tensor
     sources: Tensor
     distances: Tensor
+    tellers: Tensor
     readers: Tensor
     reader_distances: Tensor
 
@@ -194,10 +196,13 @@ def make_halo(part: Partition, rank: int, device: torch.device) -> Halo:
     """The halo plan of `rank`."""
     links, P = link(part), MAX_WIDTH - 1
     A, B = links.num_forward, links.num_backward
-    fragments = torch.full((B,), -1)
+    fragments, tellers = torch.full((B,), -1), torch.full((A,), -1)
     sources, distances = torch.full((B, P), -1), torch.full((B, P), -1)
     readers, reader_distances = torch.full((A, P, P), -1), torch.full((A, P, P), -1)
     used: dict[tuple[int, int], int] = {}
+    for place, slot in links.forward.items():
+        if place.rank == rank:
+            tellers[slot] = place.fragment
     for chain in part.chains:
         for i, place in enumerate(chain[1:], start=1):
             slot = links.backward[place]
@@ -219,4 +224,4 @@ def make_halo(part: Partition, rank: int, device: torch.device) -> Halo:
                     used[teller, distance] = count + 1
                     readers[teller, distance, count] = block[1] * B + slot
                     reader_distances[teller, distance, count] = j
-    return Halo(*(x.to(device) for x in (fragments, sources, distances, readers, reader_distances)))
+    return Halo(*(x.to(device) for x in (fragments, sources, distances, tellers, readers, reader_distances)))
