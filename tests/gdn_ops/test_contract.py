@@ -14,16 +14,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gdn_ops
 import inductor_passes
+from gdn_ops import settings
 
 HK, HV, D = 2, 4, 16
-W = (2 * HK + HV) * D
-HEADS = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
 FORMS = ("plain", "packed_views", "packed", "contiguous")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def problem(dtype, varlen, seed=0):
-    gen = torch.Generator().manual_seed(seed)
+def problem(dtype, varlen, D=D, device="cpu"):
+    gen = torch.Generator().manual_seed(0)
 
     def randn(*shape):
         return torch.randn(*shape, generator=gen)
@@ -32,19 +31,21 @@ def problem(dtype, varlen, seed=0):
     N = 4 if varlen else B
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     tensors = {
-        "row": (randn(B, T, W) * 0.5).to(dtype),
+        "row": (randn(B, T, (2 * HK + HV) * D) * 0.5).to(dtype),
         "g": randn(B, T, HV) + 1,
         "beta": randn(B, T, HV),
         "initial_state": randn(N, HV, D, D).to(state_dtype),
         "A_log": randn(HV),
         "dt_bias": randn(HV),
     }
-    cu_seqlens = torch.tensor([0, 66, 66, 67, T - 4]) if varlen else None
-    return tensors, cu_seqlens
+    cu_seqlens = torch.tensor([0, 66, 66, 67, T - 4], device=device) if varlen else None
+    return {name: x.to(device) for name, x in tensors.items()}, cu_seqlens
 
 
 def call(form, norm, cu_seqlens, row, g, beta, initial_state, A_log, dt_bias):
     """The op on a row, spelled in one of four ways."""
+    D = row.shape[-1] // (2 * HK + HV)
+    heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
     options = {
         "initial_state": initial_state,
         "output_final_state": True,
@@ -57,9 +58,9 @@ def call(form, norm, cu_seqlens, row, g, beta, initial_state, A_log, dt_bias):
         "dt_bias": dt_bias,
     }
     if form == "packed":
-        return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **HEADS, **options)
+        return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **heads, **options)
     if form == "packed_views":
-        q, k, v = gdn_ops.packed_qkv_views(row, **HEADS)
+        q, k, v = gdn_ops.packed_qkv_views(row, **heads)
     else:
         q, k, v = row.split([HK * D, HK * D, HV * D], dim=-1)
         q, k, v = q.unflatten(-1, (HK, D)), k.unflatten(-1, (HK, D)), v.unflatten(-1, (HV, D))
@@ -73,7 +74,7 @@ def results(run, tensors):
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     o, state = run(**leaves)
     gen = torch.Generator().manual_seed(9)
-    do, dstate = (torch.randn(x.shape, generator=gen).to(x.dtype) for x in (o, state))
+    do, dstate = (torch.randn(x.shape, generator=gen).to(x) for x in (o, state))
     torch.autograd.backward([o, state], [do, dstate])
     return {"o": o.detach(), "state": state.detach(), **{f"d{name}": x.grad for name, x in leaves.items()}}
 
@@ -205,3 +206,66 @@ def test_a_document_alone_equals_the_document_in_a_pack(form, dtype):
         assert torch.equal(leaves["initial_state"].grad, packed["dinitial_state"][n : n + 1])
     for name in ("o", "drow", "dg", "dbeta"):
         assert not packed[name][:, bounds[-1] :].any(), name
+
+
+# ---- the same on GPUs, through the public function
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def gpu_backend(request, fresh_compiler):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device and there is none")
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    with settings.configure(backend=request.param):
+        yield request.param
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("norm", "varlen"), [(True, True), (False, False)], ids=["norm-varlen", "dense"])
+def test_forms_agree_bitwise_on_a_gpu(form, norm, varlen, gpu_backend):
+    tensors, cu_seqlens = problem(torch.bfloat16, varlen, D=128, device="cuda")
+    expected = results(functools.partial(call, "contiguous", norm, cu_seqlens), tensors)
+    run = functools.partial(call, form, norm, cu_seqlens)
+    assert_same_bits(results(run, tensors), expected)
+    assert_same_bits(results(checkpointed("non-reentrant", run), tensors), expected)
+    for way in (run, checkpointed("non-reentrant", run), checkpointed("selective", run)):
+        compiled = torch.compile(lambda way=way, **leaves: way(**leaves), fullgraph=True)
+        gdn_ops.reset_stats()
+        assert_same_bits(results(compiled, tensors), expected)
+        assert gdn_ops.stats().packed_gradients == 1
+        assert gdn_ops.stats().input_copies == 0
+
+
+@pytest.mark.gpu
+def test_layers_with_convolutions_on_a_gpu(gpu_backend):
+    # Inductor prefers channels-last layouts between convolutions; eager code has none of them.
+    D, T = 128, 200
+    W = (2 * HK + HV) * D
+    torch.manual_seed(0)
+    convolutions = [torch.nn.Conv1d(W, W, 4, groups=W, padding=3, device="cuda") for _ in range(2)]
+
+    def model(x, g, beta):
+        for convolution in convolutions:
+            row = torch.nn.functional.silu(convolution(x.transpose(1, 2))[..., :T]).transpose(1, 2)
+            q, k, v = row.bfloat16().split([HK * D, HK * D, HV * D], dim=-1)
+            q, k, v = q.reshape(2, T, -1, D), k.reshape(2, T, -1, D), v.reshape(2, T, -1, D)
+            o, _ = gdn_ops.chunk_gated_delta_rule(q, k, v, -g.exp(), beta.sigmoid(), use_qk_l2norm_in_kernel=True)
+            x = x + torch.nn.functional.pad(o.flatten(-2), (0, W - HV * D))
+        return x
+
+    x = torch.randn(2, T, W, device="cuda")
+    gates = [torch.randn(2, T, HV, device="cuda", requires_grad=True) for _ in range(2)]
+
+    def gradients(run):
+        loss = run(x, *gates).square().mean()
+        return torch.autograd.grad(loss, [*gates, *(c.weight for c in convolutions)])
+
+    expected = gradients(model)
+    gdn_ops.reset_stats()
+    found = gradients(torch.compile(model, fullgraph=True))
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm()
+    assert gdn_ops.stats().packed_gradients == 2
+    assert gdn_ops.stats().input_copies == 0
