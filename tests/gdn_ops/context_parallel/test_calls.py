@@ -102,33 +102,6 @@ def test_double_backward_is_refused():
         grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("transformed", ["context_fwd", "context_packed_fwd", "segment_summary_fwd", "segment_combine"])
-def test_ops_pass_opcheck(transformed):
-    tensors = problems.batch(CU_SEQLENS)
-    row, g, beta = (PARTS.shard(tensors[n], 0) for n in ("row", "g", "beta"))
-    plan = PARTS.context(0).plan
-    small = (tensors["initial_state"], tensors["A_log"], tensors["dt_bias"])
-    options = {"num_ranks": 1, "group_name": "", "exchange": "saved", "scale": 0.25, "output_final_state": True}
-    q, k, v = problems.split(row)
-    if transformed == "context_packed_fwd":
-        heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
-        args, kwargs = (row, g, beta, *small, None, None, list(plan)), heads | options
-    elif transformed == "context_fwd":
-        args, kwargs = (q, k, v, g, beta, *small, None, None, list(plan)), options
-    else:
-        args = (k, v, g, beta, *small, plan.forward_segments, plan.forward_starts, plan.transition_segments)
-        kwargs = {"num_ranks": 1, "use_qk_l2norm": True}
-    if transformed == "segment_combine":
-        told = torch.ops.gdn.segment_summary_fwd(*args, **kwargs)
-        args = (told, told, small[0], plan.starts, plan.prefix_fragments, plan.prefix_sources, plan.prefix_transitions)
-        kwargs = {
-            "num_ranks": 1, "num_heads": HV, "key_dim": D, "value_dim": D, "num_forward": plan.forward_starts.shape[0],
-            "num_transitions": plan.transition_segments.shape[0] // 2, "transposed": False,
-        }  # fmt: skip
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(torch.ops.gdn, transformed).default, args, kwargs, test_utils=tests)
-
-
 def test_errors_of_the_call():
     tensors = problems.batch(CU_SEQLENS)
     context = PART.context(0)
