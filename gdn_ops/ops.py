@@ -24,6 +24,7 @@ from gdn_ops.outputs import (
     gradient_target,
     saved_matrices,
 )
+from gdn_ops.repeats import is_dense_last, pinned, remembered
 from gdn_ops.shapes import SAVE_LEVELS, Inputs, Options, RowLayout, Saved, packed_layouts, packed_width
 
 lib = torch.library.Library("gdn", "DEF")
@@ -75,6 +76,8 @@ def backend_for(inputs: Inputs, options: Options) -> Any:
     Raises NotImplementedError, with every candidate's reason, if none supports it; a backend that was asked for by
     name in the settings never falls back to another.
     """
+    if pinned.backend is not None:
+        return pinned.backend
     wanted = settings.current().backend
     candidates = _AUTO.get(inputs.q.device.type, ()) if wanted == "auto" else (wanted,)
     reasons = []
@@ -91,7 +94,7 @@ def backend_for(inputs: Inputs, options: Options) -> Any:
 
 def _dense_last(x: Tensor, counter: str) -> Tensor:
     """`x` itself where kernels can address it (dense last axis, any other strides), else a counted copy."""
-    if x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0:
+    if is_dense_last(x):
         return x
     counters.count(counter)
     return x.contiguous()
@@ -234,6 +237,11 @@ def _chunk_bwd(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     return tuple(out)
 
 
+def _count_packed_gradients() -> None:
+    if pinned.backend is None:  # a recorded call is counted when it runs
+        counters.count("packed_gradients")
+
+
 def _gaps(row_width: int, layouts: Sequence[RowLayout | None], inputs: Inputs) -> list[tuple[int, int]]:
     """Column ranges of a row that no packed gradient covers."""
     covered = bytearray(row_width)
@@ -263,7 +271,7 @@ def _chunk_bwd_row(*args: Any, row_width: int, zero_init: bool = False, **kwargs
         for start, end in _gaps(row_width, layouts, call.inputs):
             row[..., start:end].zero_()
     _fill_chunk_bwd(call, out, _targets(call.inputs, out, row, layouts))
-    counters.count("packed_gradients")
+    _count_packed_gradients()
     return (row, *out)
 
 
@@ -273,7 +281,7 @@ def _chunk_bwd_row_(*args: Any, row: Tensor, **kwargs: Any) -> tuple[Tensor, ...
     assert row.stride(-1) == 1, "the pass only writes into rows with dense channels"
     out = allocate_chunk_bwd(call.inputs, [layout is not None for layout in layouts])
     _fill_chunk_bwd(call, out, _targets(call.inputs, out, row, layouts))
-    counters.count("packed_gradients")
+    _count_packed_gradients()
     return tuple(out)
 
 
@@ -317,7 +325,7 @@ def _chunk_packed_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     out = allocate_chunk_bwd(call.inputs, (True, True, True))
     row = allocate_row(call.inputs, packed_width(*heads))
     _fill_chunk_bwd(call, out, _targets(call.inputs, out, row, layouts))
-    counters.count("packed_gradients")
+    _count_packed_gradients()
     return (row, *out[3:])
 
 
@@ -363,6 +371,32 @@ def _chunk_packed_bwd_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return (allocate_row(inputs, packed_width(*heads)), *allocate_chunk_bwd(inputs, (True, True, True))[3:])
 
 
+# ---- on a GPU
+
+
+def _backend_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The backend that runs a call of the op `name`."""
+    num_operands = 3 if "packed" in name else 5
+    if name.endswith("fwd"):
+        tensors = tuple(args)
+    else:  # without do, dfinal_state and the six saved tensors
+        tensors = (*args[2 : 2 + num_operands], *args[8 + num_operands :])
+    if "packed" in name:
+        tensors = (*_Heads.take(dict(kwargs)).views(tensors[0]), *tensors[1:])
+    options = Options(**{field: kwargs[field] for field in Options._fields if field in kwargs})
+    return backend_for(Inputs(*tensors), _ready_options(options))
+
+
+def _on_gpu(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    schema = getattr(torch.ops.gdn, name).default._schema
+    return remembered(
+        run,
+        [x.name for x in schema.arguments if not x.kwarg_only],
+        functools.partial(_backend_of, name),
+        count="packed_gradients" if name in ("chunk_bwd_row", "chunk_bwd_row_", "chunk_packed_bwd") else None,
+    )
+
+
 # ---- registration
 
 
@@ -391,5 +425,5 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
     lib.define(_name + SCHEMAS[_name], tags=_TAGS)
     lib.impl(_name, _on_cpu(_run), "CPU")
-    lib.impl(_name, _run, "CUDA")
+    lib.impl(_name, _on_gpu(_name, _run), "CUDA")
     torch.library.register_fake(f"gdn::{_name}", _fake, lib=lib)

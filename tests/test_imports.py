@@ -21,6 +21,7 @@ FOUNDATION = [
     "gdn_ops.counters",
     "gdn_ops.version",
 ]
+LAUNCHES = ["gdn_ops.backends.launching", "gdn_ops.backends.plans"]
 PUBLIC = ["gdn_ops", "gdn_ops.functional", "gdn_ops.reference", "gdn_ops.memory", "gdn_ops.context_parallel.*"]
 ALLOWED = {
     "gdn_ops.version": [],
@@ -32,9 +33,12 @@ ALLOWED = {
     "gdn_ops.outputs": ["gdn_ops.shapes"],
     "gdn_ops.checks": FOUNDATION,
     "gdn_ops.backends.*": FOUNDATION,
-    "gdn_ops.backends.triton.*": [*FOUNDATION, "gdn_ops.backends.triton.*"],
-    "gdn_ops.backends.hopper.*": [*FOUNDATION, "gdn_ops.backends.hopper.*"],
-    "gdn_ops.ops": [*FOUNDATION, "gdn_ops.checks"],
+    "gdn_ops.backends.launching": [],
+    "gdn_ops.backends.plans": ["gdn_ops.backends.launching"],
+    "gdn_ops.backends.triton.*": [*FOUNDATION, "gdn_ops.backends.triton.*", *LAUNCHES],
+    "gdn_ops.backends.hopper.*": [*FOUNDATION, "gdn_ops.backends.hopper.*", *LAUNCHES],
+    "gdn_ops.repeats": FOUNDATION,
+    "gdn_ops.ops": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.repeats"],
     "gdn_ops.packing": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.ops", "inductor_passes.*"],
     "gdn_ops.autograd": [*FOUNDATION, "gdn_ops.checks", "gdn_ops.ops", "gdn_ops.packing"],
     "gdn_ops.functional": [
@@ -70,7 +74,8 @@ ALLOWED = {
 }
 # Optional packages, each imported only in its own folder or file.
 ONLY_IN = {
-    "triton": ["gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*", "gdn_ops.bench.report"],  # report: its version
+    # bench.report: its version
+    "triton": ["gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*", *LAUNCHES, "gdn_ops.bench.report"],
     "transformers": ["gdn_ops.integrations.transformers", "gdn_ops.demo", "gdn_ops.bench.*"],
     "tqdm": ["gdn_ops.demo", "gdn_ops.bench.*"],
     "matplotlib": ["gdn_ops.demo", "gdn_ops.bench.*"],

@@ -20,10 +20,12 @@ from gdn_ops.backends.hopper.epilogue import epilogue
 from gdn_ops.backends.hopper.forward import forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
+from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
 from gdn_ops.backends.hopper.reverse import reverse
 from gdn_ops.backends.hopper.scores import scores
 from gdn_ops.backends.hopper.solve import solve
+from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
 from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
 
@@ -70,7 +72,7 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
     if s.T * s.B == 0 or s.N == 0:
         _forward_without_tokens(out, inputs)
         return
-    with torch.cuda.device(inputs.q.device):
+    with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
@@ -93,7 +95,7 @@ def chunk_bwd(
     if s.T * s.B == 0 or s.N == 0:
         _backward_without_tokens(out, dfinal_state)
         return
-    with torch.cuda.device(inputs.q.device):
+    with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
         flat_do = _tokens(do)
         if flat_do is None or tma.unaddressable(flat_do) is not None:

@@ -17,9 +17,7 @@ Grid: persistent, one program a multiprocessor; an item is a chunk and a query/k
 On chip: do, dv, u double-buffered; q, k, S, dS once, each refilled as soon as its last reader is done.
 """
 
-import functools
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
-from gdn_ops.backends.hopper.launch import launch
+from gdn_ops.backends.hopper.launch import launch, multiprocessors
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
 from gdn_ops.backends.hopper.tma import async_load, clear_rows, cleared
 from gdn_ops.shapes import CHUNK
@@ -269,11 +267,6 @@ def _gradients_kernel(
             dk_CK = zero_CK
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def gradients(
     q: Tensor, k: Tensor, do: Tensor, dv: Tensor, states: Tensor, dstates: Tensor, updates: Tensor, gates: Tensor,
     factors: Tensor, norms: Tensor | None, chunks: Chunks, scale: float,
@@ -290,7 +283,7 @@ def gradients(
     columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
     dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
     items = gates.shape[0] * (len(heads) // R)
-    grid = min(_num_multiprocessors(k.device), items)
+    grid = min(multiprocessors(), items)
     launch(
         _gradients_kernel, (grid,),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(do, (CHUNK, 128)),

@@ -1,30 +1,14 @@
-"""Launch a kernel that has been compiled before without asking Triton again which compiled kernel it is.
+"""How this backend's kernels are launched (`launching.launch`), and what they ask of the device."""
 
-Triton works that out on every launch from every argument, which for these kernels takes the host longer than some of
-them run. Here a launch with the same sizes, dtypes, alignments and compile-time values as an earlier one goes straight
-to the compiled kernel that Triton returned then. The key holds every integer by value, so it tells apart at least
-whatever Triton's own specialisation does.
-"""
-
+import contextlib
+import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_MOST_KEPT = 4096
-"""Compiled kernels remembered; each new sequence length is a new key, so the memory is emptied when it is full."""
-
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-
-def _identity(x: Any) -> Any:
-    """What of one argument may select another compiled kernel."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    return x
+from gdn_ops.backends import launching
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -33,13 +17,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     `args` are the kernel's run-time parameters in order, `options` its compile-time ones (declared after them) and
     Triton's own, such as num_warps.
     """
-    key = (id(kernel), torch.cuda.current_device(), *map(_identity, args), *options.values())
-    known = _compiled.get(key)
-    if known is not None:
-        compiled, constants = known
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
-        return
-    compiled = kernel[grid](*args, **options)
-    if len(_compiled) >= _MOST_KEPT:
-        _compiled.clear()
-    _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+    x, y, z = (*grid, 1, 1)[:3]
+    launching.launch(kernel, (x, y, z), args, options)
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Make the device of `x` current; while a call is recorded, on stand-ins, it is already."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors() -> int:
+    """How many multiprocessors the current device has."""
+    return _multiprocessors(torch.cuda.current_device())

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_ops.backends import launching
 from gdn_ops.backends.triton.primitives import INTERPRETED
 
 
@@ -48,22 +49,11 @@ def _shared_memory(device_index: int) -> int:
 
 def choose(large: Config, small: Config, x: torch.Tensor) -> Config:
     """The configuration for the device of `x`: `large` tiles where its shared memory holds them."""
-    if not x.is_cuda or torch.version.hip is not None:
-        return small if torch.version.hip is not None else large
-    return large if _shared_memory(x.get_device()) >= LARGE_SHARED_MEMORY else small
-
-
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""Compiled kernels, and the constants to pass to them, by everything that Triton specialises on."""
-
-
-def _specialization(arg: Any) -> Any:
-    """What a compiled kernel assumes of an argument: Triton's rules, or finer."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
-    return arg if arg is None else float
+    if torch.version.hip is not None:
+        return small
+    if not x.is_cuda and launching.recording.recorder is None:  # the interpreter, or compiling without a GPU
+        return large
+    return large if _shared_memory(torch.cuda.current_device()) >= LARGE_SHARED_MEMORY else small
 
 
 def launch(
@@ -71,23 +61,12 @@ def launch(
 ) -> None:
     """Launch `grid` programs on the current stream (all on axis 0, whose limit is 2**31 - 1).
 
-    Triton's own dispatch takes over 100 us a launch with this many arguments (H200 machine, Triton 3.6); looking the
-    compiled kernel up here and calling it takes a tenth. `constants` come last in the kernel's signature, in order.
+    `constants` come last in the kernel's signature, in order.
     """
     if grid <= 0:
         return
+    options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
     if INTERPRETED.value:
-        kernel[(grid,)](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        return
-    key = (
-        id(kernel), torch.cuda.current_device(), num_warps, num_stages,
-        tuple(constants.values()), tuple(map(_specialization, args)),
-    )  # fmt: skip
-    found = _compiled.get(key)
-    if found is None:
-        compiled = kernel[(grid,)](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        if compiled is not None:
-            _compiled[key] = compiled, tuple(constants.values())
-        return
-    compiled, values = found
-    compiled[(grid, 1, 1)](*args, *values)
+        kernel[(grid,)](*args, **options)
+    else:
+        launching.launch(kernel, (grid, 1, 1), tuple(args), options)

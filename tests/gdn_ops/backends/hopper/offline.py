@@ -6,7 +6,6 @@ line of JSON a kernel: name, registers at launch, shared memory, and, if `--sass
 """
 
 import argparse
-import contextlib
 import json
 from typing import Any
 
@@ -15,8 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from gdn_ops.backends import hopper
-from gdn_ops.backends.hopper import launch
+from gdn_ops.backends import hopper, launching
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
 from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
 
@@ -90,14 +88,13 @@ def compile_case(
             pass
 
     run = JITFunction.run
-    launch._compiled = Forgetful()
+    launching._compiled = Forgetful()
     torch.cuda.current_device = lambda: 0
     driver = triton.runtime.driver
     JITFunction.run = compile_only
     driver.set_active(_OfflineDriver())
-    current_device, torch.cuda.device = torch.cuda.device, lambda device: contextlib.nullcontext()
-    multiprocessors = hopper.gradients.__globals__["_num_multiprocessors"]
-    hopper.gradients.__globals__["_num_multiprocessors"] = lambda device: 132
+    multiprocessors = hopper.gradients.__globals__["multiprocessors"]
+    hopper.gradients.__globals__["multiprocessors"] = lambda: 132
     try:
         out = allocate_chunk_fwd(inputs, output_final_state=initial, use_qk_l2norm=norm, save=save)
         hopper.chunk_fwd(out, inputs, options, save)
@@ -113,8 +110,7 @@ def compile_case(
         hopper.chunk_bwd(grads, do, empty(*out.final_state.shape) if initial else None, inputs, out.saved, options)
     finally:
         JITFunction.run = run
-        torch.cuda.device = current_device
-        hopper.gradients.__globals__["_num_multiprocessors"] = multiprocessors
+        hopper.gradients.__globals__["multiprocessors"] = multiprocessors
     return compiled
 
 

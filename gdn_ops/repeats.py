@@ -1,0 +1,147 @@
+"""Calls of an op on a GPU that are like earlier ones, without the backend's host code.
+
+A kind of call is everything that host code depends on: shapes, strides, dtypes, devices and options. The first call of
+a kind runs as written, so that a length which never comes again costs nothing more. The second is recorded
+(`backends/plans.py`), and from then on its launches are repeated. A call that a backend cannot record, that starts off
+16 bytes, or that checks values runs as written every time.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_ops import counters, settings
+
+_MOST_KINDS = 256
+"""Kinds of call that each op remembers; the oldest goes first."""
+
+_COPIES = {
+    "q": "input_copies",
+    "k": "input_copies",
+    "v": "input_copies",
+    "row": "input_copies",
+    "do": "gradient_copies",
+}
+"""Arguments whose last axis has to be dense, and what counts their copies; all others have to be dense as a whole."""
+
+
+class _Pinned(threading.local):
+    backend: Any = None
+
+
+pinned = _Pinned()
+"""The backend of the call that this thread records: its stand-ins are on no device that one could be chosen by."""
+
+
+def is_dense_last(x: Tensor) -> bool:
+    """Whether kernels can address `x`: a dense last axis, any other strides."""
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
+class _Kind(NamedTuple):
+    """What is known of one kind of call: its plan, or None, and which arguments it needs copies of."""
+
+    plan: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]] | None
+    copies: tuple[int, ...] = ()
+
+
+_SEEN_ONCE = _Kind(None)
+_WITHOUT_PLAN = _Kind(None)
+
+
+def remembered(
+    run: Callable[..., tuple[Tensor, ...]],
+    names: Sequence[str],
+    backend_of: Callable[[Sequence[Any], dict[str, Any]], Any],
+    count: str | None,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """`run`, with a memory of plans.
+
+    Args:
+        run: an op's implementation. Positional arguments are tensors or None; of the options only `row` is a tensor.
+        names: those of the positional arguments.
+        backend_of: which backend runs a call (arguments, options).
+        count: the counter that `run` adds to, once a call, unless a backend is pinned.
+    """
+    kinds: dict[tuple[Any, ...], _Kind] = {}
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        current = settings.current()
+        if current.debug:
+            return run(*args, **kwargs)
+        tensors: Sequence[Any] = (*args, kwargs["row"]) if "row" in kwargs else args
+        key = (
+            current.backend,
+            kwargs.get("deterministic", True) or torch.are_deterministic_algorithms_enabled(),
+            *[
+                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
+                for x in tensors
+            ],
+            *(kwargs.items() if count is None else _hashable(kwargs)),
+        )
+        kind = kinds.get(key)
+        if kind is None:
+            while len(kinds) >= _MOST_KINDS:
+                kinds.pop(next(iter(kinds)), None)
+            kinds[key] = _SEEN_ONCE
+            return run(*args, **kwargs)
+        if kind is _SEEN_ONCE:
+            kind = kinds[key] = _record(run, names, backend_of, args, kwargs)
+        if kind.plan is None:
+            return run(*args, **kwargs)
+        if kind.copies:
+            tensors = list(tensors)
+            for i in kind.copies:
+                tensors[i] = tensors[i].contiguous()
+                if names[i] in _COPIES:
+                    counters.count(_COPIES[names[i]])
+        if count is not None:
+            counters.count(count)
+        return kind.plan(tensors)
+
+    return call
+
+
+def _hashable(kwargs: dict[str, Any]) -> list[Any]:
+    """Options with lists as tuples, without the row that is written."""
+    return [(name, tuple(x) if isinstance(x, list) else x) for name, x in kwargs.items() if name != "row"]
+
+
+def _copied(names: Sequence[str], args: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Places of the arguments that backends cannot take as they are."""
+    return tuple(
+        i
+        for i, (name, x) in enumerate(zip(names, args, strict=False))
+        if x is not None and not (is_dense_last(x) if name in _COPIES else x.is_contiguous())
+    )
+
+
+def _record(
+    run: Callable[..., tuple[Tensor, ...]],
+    names: Sequence[str],
+    backend_of: Callable[[Sequence[Any], dict[str, Any]], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Kind:
+    """What is known of the kind of this call; nothing is run."""
+    backend = backend_of(args, kwargs)
+    row = {"row": kwargs["row"]} if "row" in kwargs else {}
+    present = [x for x in (*args, *row.values()) if x is not None]
+    device = present[0].device
+    if not hasattr(backend, "record") or any(x.data_ptr() % 16 or x.device != device for x in present):
+        return _WITHOUT_PLAN
+    copies = _copied(names, args)
+    ready = [torch.empty(x.shape, dtype=x.dtype, device="meta") if i in copies else x for i, x in enumerate(args)]
+
+    def on_stand_ins(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        stand_in = {"row": tensors[-1]} if row else {}
+        return run(*tensors[: len(args)], **{**kwargs, **stand_in})
+
+    pinned.backend = backend
+    try:
+        return _Kind(backend.record(on_stand_ins, [*ready, *row.values()], device), copies)
+    finally:
+        pinned.backend = None
