@@ -2,7 +2,9 @@
 
 Forward: `chunks` -> `norms` -> `gates` -> `scores` -> `solve` -> `forward`. Backward: the same preparation as far as it
 was not saved, then for one group of heads after the other `forward` (states and updates), `reverse`, `gradients`,
-`epilogue`. Every stage's file says what it computes and what stays on chip.
+`epilogue`. Where few and long documents would leave most of the chip idle, they are cut (`segments`), and summaries and
+a combination of segments come before `forward` and before `reverse`. Every stage's file says what it computes and what
+stays on chip.
 
 What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
 gradient targets that no descriptor can describe.
@@ -17,13 +19,14 @@ from torch import Tensor
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
 from gdn_ops.backends.hopper.epilogue import epilogue
-from gdn_ops.backends.hopper.forward import forward
+from gdn_ops.backends.hopper.forward import forward, summarise_forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
-from gdn_ops.backends.hopper.reverse import reverse
+from gdn_ops.backends.hopper.reverse import reverse, summarise_reverse
 from gdn_ops.backends.hopper.scores import scores
+from gdn_ops.backends.hopper.segments import SegmentRule, combine, segment_rule
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
@@ -74,13 +77,16 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         return
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, q)
+        rule = _rule(s)
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
+        cut_states = _states_at_cuts(k, v, inputs, kept, s, chunks, rule)
         keep_states = save == "states"
         o = out.o.view(s.B * s.T, s.HV, s.V)
         forward(
             q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-            initial_state=inputs.initial_state, o=o, final_state=out.final_state if out.final_state.numel() else None,
+            initial_state=inputs.initial_state, cut_states=cut_states, o=o,
+            final_state=out.final_state if out.final_state.numel() else None,
             states=out.states if keep_states else None, updates=out.updates if keep_states else None,
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
@@ -103,11 +109,14 @@ def chunk_bwd(
         targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, q)
+        rule = _rule(s)
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
+        cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         keep_states = saved.states.shape[0] > 0
+        cut_states = None if keep_states else _states_at_cuts(k, v, inputs, kept, s, chunks, rule)
         for heads in head_groups(s, keep_states):
             H = len(heads)
             if keep_states:
@@ -117,7 +126,8 @@ def chunk_bwd(
                 updates = q.new_empty((s.num_chunks, H, s.V, CHUNK))
                 forward(
                     q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-                    initial_state=inputs.initial_state, states=states, updates=updates, heads=heads,
+                    initial_state=inputs.initial_state, cut_states=cut_states, states=states, updates=updates,
+                    heads=heads,
                 )  # fmt: skip
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
@@ -125,6 +135,7 @@ def chunk_bwd(
                 q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
                 dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state,
                 d_initial_state=None if inputs.initial_state is None else out.d_initial_state, heads=heads,
+                cut_dstates=cut_dstates,
             )  # fmt: skip
             gradients(
                 q, k, flat_do, dv, states, dstates, updates, kept.gates, kept.factors, kept.norms, chunks,
@@ -169,12 +180,15 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     address, which is copied.
     """
     s = sizes(inputs)
-    tables = (s.num_chunks * 4 + s.N * 5 + 2) * 4
+    cuts = _rule(s).num_cuts
+    tables = (s.num_chunks * 4 + (s.N + cuts) * 8 + s.N * 2 + 2) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
         prepared += s.B * s.T * 2 * s.HK * 4
-    total = tables + factors + (0 if save in ("solve", "states") else prepared)
+    # States at cuts and transitions; backwards their gradients too.
+    at_cuts = 2 * cuts * s.HV * s.K * s.V * 4 * (2 if backward and save != "states" else 1)
+    total = tables + factors + at_cuts + (0 if save in ("solve", "states") else prepared)
     if backward:
         largest = max(len(heads) for heads in head_groups(s, save == "states"))
         kept = s.num_chunks * largest * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
@@ -228,6 +242,46 @@ def _prepare(
         scores(q, k, norm, kept.gates, kept.scores, products, chunks, options)
         solve(products, beta, kept.gates, kept.solve, chunks, options)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
+
+
+# ---- segments
+
+
+def _rule(s: Sizes) -> SegmentRule:
+    return segment_rule(s.B * s.T, s.N, s.HV)
+
+
+def _states_at_cuts(
+    k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule
+) -> Tensor | None:
+    """The transposed state at each cut [NC,HV,V,K], or None if no document can be cut."""
+    if rule.num_cuts == 0:
+        return None
+    states = kept.factors.new_empty((rule.num_cuts, s.HV, s.V, s.K))
+    transitions = kept.factors.new_empty((rule.num_cuts, s.HV, s.K, s.K))
+    summarise_forward(
+        k, v, kept.solve, kept.factors, chunks,
+        initial_state=inputs.initial_state, cut_states=states, transitions=transitions,
+    )  # fmt: skip
+    combine(states, transitions, chunks.cuts, backwards=False)
+    return states
+
+
+def _gradients_at_cuts(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dfinal_state: Tensor | None, kept: _Prepared, s: Sizes,
+    chunks: Chunks, rule: SegmentRule,
+) -> Tensor | None:  # fmt: skip
+    """The gradient of the transposed state at each cut [NC,HV,V,K], or None if no document can be cut."""
+    if rule.num_cuts == 0:
+        return None
+    dstates = kept.factors.new_empty((rule.num_cuts, s.HV, s.V, s.K))
+    transitions = kept.factors.new_empty((rule.num_cuts, s.HV, s.K, s.K))
+    summarise_reverse(
+        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks,
+        dfinal_state=dfinal_state, cut_dstates=dstates, transitions=transitions,
+    )  # fmt: skip
+    combine(dstates, transitions, chunks.cuts, backwards=True)
+    return dstates
 
 
 # ---- layouts

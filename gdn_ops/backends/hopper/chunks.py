@@ -1,8 +1,10 @@
-"""Which tokens each chunk holds, worked out on the device, and zeros for the tokens that no document owns.
+"""Which chunks and segments there are, worked out on the device, and zeros for the tokens that no document owns.
 
 Document n has ceil(length / C) chunks, consecutive, after those of the documents before it. Their number depends on
 the values of `cu_seqlens`, which are never brought to the host: every grid is sized by an upper bound, and a program
-whose chunk does not exist leaves at once. A dense batch is the same thing with equal documents.
+whose chunk does not exist leaves at once. A dense batch is the same thing with equal documents. So it is with segments
+(`segments.py` says what they are for): a document is cut into equal ones, the rounded quotient of its chunks and the
+length the rule asks for.
 
 Grid of the table kernel: one program a document and one more for what lies past the last chunk. Each adds up the
 documents before its own, O(N) loads a program and nothing handed from one program to another.
@@ -16,27 +18,34 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.launch import launch
+from gdn_ops.backends.hopper.segments import SegmentRule
 from gdn_ops.shapes import CHUNK
 
-# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, H heads, D head size.
+# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, H heads,
+# D head size.
 
 _DOCUMENTS_PER_STEP = 1024
 _ROWS_PER_STEP = 128
 _CLEARED_TOKENS = 64
 
+_UNCUT = 2**30
+"""A segment length that no document reaches half of: documents of one call have fewer than 2^31 tokens."""
+
 
 class Chunks(NamedTuple):
-    """Where every chunk and every document lies, int32.
+    """Where every chunk and every segment lies, int32.
 
     table [NT,4]: first token, valid tokens (0: no such chunk), document, 0.
-    documents [N,4]: first token, past the last token, first chunk, number of chunks.
-    longest_first [N]: the documents, longest first (equal lengths in order).
+    segments [N+NC,8], those of the document with the longest segments first: first token, past the DOCUMENT's last
+    token, first chunk, number of chunks, document (-1: no such segment), the cut it starts at (-1: the document's
+    start), the cut it stops at (-1: the document's end), 0. Without cuts a segment is a document.
+    cuts [N,2]: a document's first cut and its number of cuts.
     totals [2]: chunks in use, tokens that belong to a document.
     """
 
     table: Tensor
-    documents: Tensor
-    longest_first: Tensor
+    segments: Tensor
+    cuts: Tensor
     totals: Tensor
 
 
@@ -53,33 +62,56 @@ def _span(cu_ptr, n, T, document_length, HAS_CU: tl.constexpr):
 
 
 @triton.jit
+def _cut(num_chunks, SEGMENT_CHUNKS):
+    """Chunks of each segment of document(s), and how many segments; the last one may be shorter."""
+    wanted = tl.maximum((num_chunks + SEGMENT_CHUNKS // 2) // SEGMENT_CHUNKS, 1)
+    length = (num_chunks + wanted - 1) // wanted
+    return length, tl.maximum((num_chunks + length - 1) // tl.maximum(length, 1), 1)
+
+
+@triton.jit
 def _chunk_table_kernel(
-    cu_ptr, table_ptr, documents_ptr, order_ptr, totals_ptr, T, N, NT, document_length,
+    cu_ptr, table_ptr, segments_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
     HAS_CU: tl.constexpr, C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     mine = tl.minimum(n, N - 1)
     first, last = _span(cu_ptr, mine, T, document_length, HAS_CU)
     length = last - first
+    chunks = (length + C - 1) // C
+    piece, pieces = _cut(chunks, segment_chunks)
     before = 0
-    rank = 0
+    cuts_before = 0
+    place = 0
     for m0 in range(0, N, DOCS):
         m = m0 + tl.arange(0, DOCS)
         there = m < N
         m_safe = tl.minimum(m, N - 1)
         m_first, m_last = _span(cu_ptr, m_safe, T, document_length, HAS_CU)
-        m_length = m_last - m_first
-        before += tl.sum(tl.where(there & (m < n), (m_length + C - 1) // C, 0))
-        ahead = (m_length > length) | ((m_length == length) & (m < n))
-        rank += tl.sum(tl.where(there & ahead, 1, 0))
+        m_chunks = (m_last - m_first + C - 1) // C
+        m_piece, m_pieces = _cut(m_chunks, segment_chunks)
+        earlier = there & (m < n)
+        before += tl.sum(tl.where(earlier, m_chunks, 0))
+        cuts_before += tl.sum(tl.where(earlier, m_pieces - 1, 0))
+        ahead = (m_piece > piece) | ((m_piece == piece) & (m < n))
+        place += tl.sum(tl.where(there & ahead, m_pieces, 0))
     rows = tl.arange(0, ROWS)
     if n < N:
-        chunks = (length + C - 1) // C
-        tl.store(documents_ptr + n * 4, first)
-        tl.store(documents_ptr + n * 4 + 1, last)
-        tl.store(documents_ptr + n * 4 + 2, before)
-        tl.store(documents_ptr + n * 4 + 3, chunks)
-        tl.store(order_ptr + rank, n)
+        tl.store(cuts_ptr + n * 2, tl.minimum(cuts_before, NC))
+        tl.store(cuts_ptr + n * 2 + 1, tl.minimum(pieces - 1, tl.maximum(NC - cuts_before, 0)))
+        for r0 in range(0, pieces, ROWS):
+            r = r0 + rows
+            mask = (r < pieces) & (place + r < N + NC)
+            row_ptr = segments_ptr + (place + r) * 8
+            tl.store(row_ptr, first + r * piece * C, mask=mask)
+            tl.store(row_ptr + 1, last + 0 * r, mask=mask)
+            tl.store(row_ptr + 2, before + r * piece, mask=mask)
+            tl.store(row_ptr + 3, tl.minimum(chunks - r * piece, piece), mask=mask)
+            tl.store(row_ptr + 4, n + 0 * r, mask=mask)
+            # Boundaries that are none (overlapping documents) must not lead past the cuts' memory.
+            tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1), mask=mask)
+            tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
+            tl.store(row_ptr + 7, 0 * r, mask=mask)
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
@@ -95,22 +127,28 @@ def _chunk_table_kernel(
             r = r0 + rows
             for field in tl.static_range(4):
                 tl.store(table_ptr + r * 4 + field, 0 * r, mask=r < NT)
+        for r0 in range(N + cuts_before, N + NC, ROWS):
+            r = r0 + rows
+            for field in tl.static_range(8):
+                nothing = -1 if field >= 4 else 0
+                tl.store(segments_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NC)
 
 
 def chunk_table(
-    cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, like: Tensor
+    cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, rule: SegmentRule, like: Tensor
 ) -> Chunks:
-    """Lay out the chunks of one call; `num_chunks` is the upper bound NT. One launch, no synchronisation."""
+    """Lay out the chunks and segments of one call; `num_chunks` is the upper bound NT. One launch, no
+    synchronisation."""
     chunks = Chunks(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
-        documents=like.new_empty((num_documents, 4), dtype=torch.int32),
-        longest_first=like.new_empty((num_documents,), dtype=torch.int32),
+        segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
+        cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
     )
     launch(
         _chunk_table_kernel, (num_documents + 1,),
-        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks,
-        num_tokens // num_documents if cu_seqlens is None else 0,
+        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts,
+        num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT,
         HAS_CU=cu_seqlens is not None, C=CHUNK, DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
     )  # fmt: skip
     return chunks

@@ -1,4 +1,4 @@
-"""The recurrence over a document's chunks, forward: outputs, or the states and updates that the backward needs.
+"""The recurrence over a segment's chunks, forward: outputs, or the states and updates that the backward needs.
 
 The state lives TRANSPOSED, S^T [V,K], in the tensor cores' accumulators, in float32. Per chunk, every product has the
 previous one's accumulator as its left operand (registers) and a TMA tile as its right one:
@@ -9,7 +9,10 @@ previous one's accumulator as its left operand (registers) and a TMA tile as its
 so the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
 warpgroups own a half of V each, a producer warp feeds both.
 
-Grid: one program a document and value head, longest document first.
+A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `summarise_forward`
+runs the same kernel without outputs for each segment's H, from zero, and its M, from the identity without values.
+
+Grid: one program a segment and value head, longest segments first; summaries have one for H and one for M.
 On chip: S^T in registers; tiles of q, k, v, A, P and factors, `STAGES` deep, in shared memory.
 """
 
@@ -30,7 +33,7 @@ from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cle
 from gdn_ops.shapes import CHUNK
 
 # Letters: C chunk length (64), D head size (K = V = 128), M value rows of one warpgroup (64), H heads of one launch,
-# HS heads of the scratch tensors, HV value heads, R = HV / HK.
+# HS heads of the scratch tensors, HV value heads, R = HV / HK, NC most cuts.
 
 # H200, 16/48 heads, 32768 tokens in five documents: 2 stages 0.414 ms, 3 stages 0.410 (outputs); the recompute's
 # 2 stages 0.56, 3 stages 0.58 (prototype, 2026-11, triton 3.6).
@@ -48,7 +51,7 @@ _M = gl.constexpr(64)
 def _produce(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    first, chunk0, num_chunks, h, q_column, k_column, v_column,
+    first, first_value, chunk0, num_chunks, h, q_column, k_column, v_column,
     HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4 + (_C * _D * 2 + _C * _C * 2 if OUTPUT else 0)
@@ -60,8 +63,8 @@ def _produce(
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
-        async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
-        async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
+        async_load(v_desc, [first_value + c * _C, v_column], bar, v_s.index(2 * stage))
+        async_load(v_desc, [first_value + c * _C, v_column + _M], bar, v_s.index(2 * stage + 1))
         async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         if OUTPUT:
@@ -73,10 +76,11 @@ def _produce(
 def _consume(
     half: gl.constexpr, states_desc, updates_desc, o_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr,
-    first, last, chunk0, num_chunks, document, h, h_scratch,
-    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
+    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -95,10 +99,19 @@ def _consume(
     value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
     key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
     state_at = (document.to(gl.int64) * HV + h) * (_D * _D)
-    if HAS_INITIAL:
-        state_MK = gl.load(initial_ptr + state_at + key[None, :] * _D + value[:, None])
+    transposed_at = key[None, :] * _D + value[:, None]
+    natural_at = value[:, None] * _D + key[None, :]
+    everywhere = natural_at >= 0
+    if SUMMARY:
+        state_MK = gl.where((value[:, None] == key[None, :]) & is_transition, 1.0, 0.0)
+    elif HAS_CUTS:
+        cut_at = (start.to(gl.int64) * HV + h) * (_D * _D)
+        state_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (start >= 0), other=0.0)
     else:
         state_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
+    if HAS_INITIAL:
+        starts_here = everywhere & (start < 0) & (document >= 0)
+        state_MK = gl.load(initial_ptr + state_at + transposed_at, mask=starts_here, other=state_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
     decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
     for c in range(num_chunks):
@@ -167,58 +180,84 @@ def _consume(
                 at = o_ptr + offs_t.to(gl.int64)[:, None] * (HV * _D) + offs_v[None, :]
                 gl.store(at, o_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
         decay = next_decay
+    if SUMMARY:
+        cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D) + natural_at
+        reaches_cut = everywhere & (stop >= 0)
+        gl.store(cut_states_ptr + cut_at, state_MK, mask=reaches_cut & (is_transition == 0))
+        gl.store(transitions_ptr + cut_at, state_MK, mask=reaches_cut & is_transition & (start >= 0))
     if HAS_FINAL:
-        gl.store(final_ptr + state_at + key[None, :] * _D + value[:, None], state_MK)
+        gl.store(final_ptr + state_at + transposed_at, state_MK, mask=everywhere & (stop < 0) & (document >= 0))
     store_wait(0)
 
 
 @gluon.jit
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
+    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
+    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, documents_ptr, order_ptr,
-    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr,
+    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
-    document = gl.load(order_ptr + gl.program_id(0) // H)
+    segment = gl.program_id(0) // H
+    is_transition = segment < 0
+    if SUMMARY:
+        is_transition = segment % 2 == 1
+        segment = segment // 2
+    segment_ptr = segments_ptr + segment * 8
     h = first_head + local
     h_scratch = first_scratch_head + local
-    first = gl.load(documents_ptr + document * 4)
-    last = gl.load(documents_ptr + document * 4 + 1)
-    chunk0 = gl.load(documents_ptr + document * 4 + 2)
-    num_chunks = gl.load(documents_ptr + document * 4 + 3)
+    first = gl.load(segment_ptr)
+    last = gl.load(segment_ptr + 1)
+    chunk0 = gl.load(segment_ptr + 2)
+    num_chunks = gl.load(segment_ptr + 3)
+    document = gl.load(segment_ptr + 4)
+    start = gl.load(segment_ptr + 5)
+    stop = gl.load(segment_ptr + 6)
+    first_value = first
+    if SUMMARY:
+        # A document's last segment hands on nothing, and what its first one starts from is known.
+        num_chunks = gl.where((stop >= 0) & ((start >= 0) | (is_transition == 0)), num_chunks, 0)
+        # Rows past the last token read as zeros.
+        first_value = gl.where(is_transition, T, first)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
     solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
@@ -235,17 +274,19 @@ def _forward_kernel(
         [
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, first, last, chunk0, num_chunks, document, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
-                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
+                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty, first, first_value, chunk0, num_chunks, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, HV, OUTPUT, FACTORS, STAGES,
             )),
         ],
@@ -256,16 +297,40 @@ def _forward_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, o: Tensor | None = None, final_state: Tensor | None = None,
-    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
+    *, initial_state: Tensor | None, cut_states: Tensor | None = None, o: Tensor | None = None,
+    final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
+    heads: range | None = None,
 ) -> None:  # fmt: skip
-    """Run the recurrence; q, k, v [T,H,D] at any addressable strides.
+    """Run the recurrence on every segment; q, k, v [T,H,D] at any addressable strides.
 
+    Reads initial_state [N,HV,K,V] and, where documents are cut, cut_states [NC,HV,V,K] (what `segments.combine` made).
     Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; states [NT,HS,V,K] and updates [NT,HS,V,C], whose
     heads are those of the range `heads` (all if left out).
     """
+    _launch(
+        q, k, v, solve, scores, factors, chunks, initial_state, cut_states, None, o, final_state, states, updates,
+        range(v.shape[1]) if heads is None else heads, is_summary=False,
+    )  # fmt: skip
+
+
+def summarise_forward(
+    k: Tensor, v: Tensor, solve: Tensor, factors: Tensor, chunks: Chunks,
+    *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor,
+) -> None:  # fmt: skip
+    """Fill row c of cut_states [NC,HV,V,K] with H and of transitions [NC,HV,K,K] with M (transposed: it maps a state's
+    rows) of the segment that stops at cut c."""
+    _launch(
+        k, k, v, solve, solve, factors, chunks, initial_state, cut_states, transitions, None, None, None, None,
+        range(v.shape[1]), is_summary=True,
+    )  # fmt: skip
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None, o: Tensor | None,
+    final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *, is_summary: bool,
+) -> None:  # fmt: skip
     HV = v.shape[1]
-    heads = range(HV) if heads is None else heads
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     if states is not None and updates is not None:
         states_desc = tma.rows(states.view(-1, states.shape[-1]), (64, states.shape[-1]))
@@ -275,15 +340,17 @@ def forward(
         states_desc, updates_desc, HS = square, square, HV
     stand_in = factors
     launch(
-        _forward_kernel, (chunks.documents.shape[0] * len(heads),),
+        _forward_kernel, (chunks.segments.shape[0] * len(heads) * (2 if is_summary else 1),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), square,
         tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
         factors, k if o is None else o, stand_in if initial_state is None else initial_state,
-        stand_in if final_state is None else final_state, chunks.documents, chunks.longest_first,
-        q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0,
+        stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
+        stand_in if transitions is None else transitions, chunks.segments,
+        q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0],
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
+        HAS_CUTS=cut_states is not None, SUMMARY=is_summary, HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

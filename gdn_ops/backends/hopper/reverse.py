@@ -1,6 +1,7 @@
 """The recurrence backwards: the gradient of the state at every chunk's end, and of the values.
 
-As in `forward`, the state's gradient lives transposed, dS^T [V,K], in float32 accumulators:
+As in `forward`, a segment is a document or a part of one, and the state's gradient lives transposed, dS^T [V,K], in
+float32 accumulators:
 
     du^T = do^T P + (dS^T k^T) * factor_1;   dv^T = du^T A;
     dS^T = factor_3 dS^T + (do^T * factor_2) q - (dv^T * factor_0) k
@@ -8,8 +9,12 @@ As in `forward`, the state's gradient lives transposed, dS^T [V,K], in float32 a
 dS is stored (rounded) before a chunk's own contribution: the gradient of the state at the chunk's END. What `epilogue`
 needs for dbeta, sum_v dv v, is taken here, where dv is still float32.
 
-Grid: one program a document and value head, longest document first; two consumer warpgroups (halves of V), one
-producer warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors, `STAGES` deep, in shared memory.
+`summarise_reverse` runs the same kernel without outputs for each segment's dH, from zero, and its M^T, from the
+identity without output gradients.
+
+Grid: one program a segment and value head, longest segments first (summaries: one for dH, one for M^T); two consumer
+warpgroups (halves of V), one producer warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors,
+`STAGES` deep, in shared memory.
 """
 
 from torch import Tensor
@@ -49,10 +54,10 @@ _M = gl.constexpr(64)
 def _produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
-    HV: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    first, first_do, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
+    HV: gl.constexpr, SUMMARY: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = 4 * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
+    BYTES: gl.constexpr = (3 if SUMMARY else 4) * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
     for i in range(num_chunks):
         c = num_chunks - 1 - i
         stage = i % STAGES
@@ -63,21 +68,22 @@ def _produce(
         mbarrier.expect(bar, BYTES)
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
         async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
-        async_load(do_desc, [token, do_column], bar, do_s.index(2 * stage))
-        async_load(do_desc, [token, do_column + _M], bar, do_s.index(2 * stage + 1))
+        async_load(do_desc, [first_do + c * _C, do_column], bar, do_s.index(2 * stage))
+        async_load(do_desc, [first_do + c * _C, do_column + _M], bar, do_s.index(2 * stage + 1))
         async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         async_load(q_desc, [token, q_column], bar, q_s.index(stage))
-        async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
-        async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
+        if not SUMMARY:
+            async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
+            async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
 
 
 @gluon.jit
 def _consume(
     half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
@@ -96,15 +102,25 @@ def _consume(
         shape=[4, 8, 64],
     )
     zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
-    dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
-    dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
+    if not SUMMARY:
+        dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
+        dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
     value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
     key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
     state_at = (document.to(gl.int64) * HV + h) * (_D * _D)
-    if HAS_DFINAL:
-        dstate_MK = gl.load(dfinal_ptr + state_at + key[None, :] * _D + value[:, None])
+    transposed_at = key[None, :] * _D + value[:, None]
+    natural_at = value[:, None] * _D + key[None, :]
+    everywhere = natural_at >= 0
+    if SUMMARY:
+        dstate_MK = gl.where((value[:, None] == key[None, :]) & is_transition, 1.0, 0.0)
+    elif HAS_CUTS:
+        cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D)
+        dstate_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (stop >= 0), other=0.0)
     else:
         dstate_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
+    if HAS_DFINAL:
+        ends_here = everywhere & (stop < 0) & (document >= 0)
+        dstate_MK = gl.load(dfinal_ptr + state_at + transposed_at, mask=ends_here, other=dstate_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
     decay = gl.load(end_ptr + (num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C), mask=num_chunks > 0, other=0.0)
     for i in range(num_chunks):
@@ -125,10 +141,11 @@ def _consume(
             cleared()
         from_state_MC = warpgroup_mma(operand_MK, k.permute((1, 0)), zero_MC, use_acc=False, is_async=True)
         du_MC = warpgroup_mma(do_T, scores_s.index(stage), zero_MC, use_acc=False, is_async=True)
-        store_wait(0)
-        dstate_s.store(rounded_MK)
-        fence_async_shared()
-        async_store(dstates_desc, [row * _D + half * _M, 0], dstate_s)
+        if not SUMMARY:
+            store_wait(0)
+            dstate_s.store(rounded_MK)
+            fence_async_shared()
+            async_store(dstates_desc, [row * _D + half * _M, 0], dstate_s)
         factors = factors_s.index(stage)
         read_C = factors.slice(0, 1).load(L_MC)
         write_C = factors.slice(1, 1).load(L_MC)
@@ -144,86 +161,107 @@ def _consume(
         dv_MC = warpgroup_mma_wait(1, deps=[dv_MC])
         from_v_MC = gl.convert_layout((dv_MC * (-read_C)).to(dtype), OPERAND_MK)
         dstate_MK = warpgroup_mma(from_v_MC, k, dstate_MK, is_async=True)
-        store_wait(0)
-        dv_s.permute((1, 0)).store(dv_MC.to(dtype))
-        if token + _C <= last:
-            fence_async_shared()
-            async_store(dv_desc, [token, dv_column + half * _M], dv_s)
-        else:
-            offs_t = token + gl.arange(0, _C, gl.SliceLayout(1, ROWS))
-            offs_v = dv_column + half * _M + gl.arange(0, _M, gl.SliceLayout(0, ROWS))
-            at = dv_ptr + offs_t.to(gl.int64)[:, None] * dv_stride_t + offs_v[None, :]
-            gl.store(at, dv_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
-        # sum_v dv v: each warp adds up its own 16 rows; `epilogue` adds the eight warps' sums.
-        v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
-        pairs_WRC = gl.sum(gl.reshape(dv_MC * v_MC, [4, 2, 8, _C]), 1)
-        sum_WC = gl.sum(gl.convert_layout(pairs_WRC, L_WRC), 1)
-        L_WC: gl.constexpr = sum_WC.type.layout
-        warp = half * 4 + gl.arange(0, 4, gl.SliceLayout(1, L_WC))
-        at_C = gl.arange(0, _C, gl.SliceLayout(0, L_WC))
-        gl.store(sums_ptr + row.to(gl.int64) * (SUMS * _C) + warp[:, None] * _C + at_C[None, :], sum_WC)
+        if not SUMMARY:
+            store_wait(0)
+            dv_s.permute((1, 0)).store(dv_MC.to(dtype))
+            if token + _C <= last:
+                fence_async_shared()
+                async_store(dv_desc, [token, dv_column + half * _M], dv_s)
+            else:
+                offs_t = token + gl.arange(0, _C, gl.SliceLayout(1, ROWS))
+                offs_v = dv_column + half * _M + gl.arange(0, _M, gl.SliceLayout(0, ROWS))
+                at = dv_ptr + offs_t.to(gl.int64)[:, None] * dv_stride_t + offs_v[None, :]
+                gl.store(at, dv_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
+            # sum_v dv v: each warp adds up its own 16 rows; `epilogue` adds the eight warps' sums.
+            v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
+            pairs_WRC = gl.sum(gl.reshape(dv_MC * v_MC, [4, 2, 8, _C]), 1)
+            sum_WC = gl.sum(gl.convert_layout(pairs_WRC, L_WRC), 1)
+            L_WC: gl.constexpr = sum_WC.type.layout
+            warp = half * 4 + gl.arange(0, 4, gl.SliceLayout(1, L_WC))
+            at_C = gl.arange(0, _C, gl.SliceLayout(0, L_WC))
+            gl.store(sums_ptr + row.to(gl.int64) * (SUMS * _C) + warp[:, None] * _C + at_C[None, :], sum_WC)
         dstate_MK = warpgroup_mma_wait(0, deps=[dstate_MK])
         mbarrier.arrive(empty.index(stage), count=1)
         decay = next_decay
+    if SUMMARY:
+        cut_at = (start.to(gl.int64) * HV + h) * (_D * _D) + natural_at
+        reaches_cut = everywhere & (start >= 0)
+        gl.store(cut_states_ptr + cut_at, dstate_MK, mask=reaches_cut & (is_transition == 0))
+        gl.store(transitions_ptr + cut_at, dstate_MK, mask=reaches_cut & is_transition & (stop >= 0))
     if HAS_DINITIAL:
-        gl.store(dinitial_ptr + state_at + key[None, :] * _D + value[:, None], dstate_MK)
+        gl.store(dinitial_ptr + state_at + transposed_at, dstate_MK, mask=everywhere & (start < 0) & (document >= 0))
     store_wait(0)
 
 
 @gluon.jit
 def _consume_low(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-        first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+        HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_high(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-    first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-        first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+        HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _reverse_kernel(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc, dstates_desc, dv_desc,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, documents_ptr, order_ptr,
-    q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
-    R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr, segments_ptr,
+    q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head, T,
+    R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr,
+    SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
-    document = gl.load(order_ptr + gl.program_id(0) // H)
+    segment = gl.program_id(0) // H
+    is_transition = segment < 0
+    if SUMMARY:
+        is_transition = segment % 2 == 1
+        segment = segment // 2
+    segment_ptr = segments_ptr + segment * 8
     h = first_head + local
-    first = gl.load(documents_ptr + document * 4)
-    last = gl.load(documents_ptr + document * 4 + 1)
-    chunk0 = gl.load(documents_ptr + document * 4 + 2)
-    num_chunks = gl.load(documents_ptr + document * 4 + 3)
+    first = gl.load(segment_ptr)
+    last = gl.load(segment_ptr + 1)
+    chunk0 = gl.load(segment_ptr + 2)
+    num_chunks = gl.load(segment_ptr + 3)
+    document = gl.load(segment_ptr + 4)
+    start = gl.load(segment_ptr + 5)
+    stop = gl.load(segment_ptr + 6)
+    first_do = first
+    if SUMMARY:
+        # A document's first segment hands on nothing, and what its last one starts from is known.
+        num_chunks = gl.where((start >= 0) & ((stop >= 0) | (is_transition == 0)), num_chunks, 0)
+        # Rows past the last token read as zeros.
+        first_do = gl.where(is_transition, T, first)
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
     q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [1 if SUMMARY else 2 * STAGES, _C, _M], TILE)
     do_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
     solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
     scores_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
@@ -238,20 +276,21 @@ def _reverse_kernel(
         [
             (_consume_low, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-                first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr,
-                first, last, chunk0, num_chunks, document, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
-                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
-                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h, HV, FACTORS, STAGES,
+                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, first_do, chunk0, num_chunks, h,
+                (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h,
+                HV, SUMMARY, FACTORS, STAGES,
             )),
         ],
         [4, 1],
@@ -262,27 +301,59 @@ def _reverse_kernel(
 def reverse(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     *, dstates: Tensor, dv: Tensor, sums: Tensor, dfinal_state: Tensor | None, d_initial_state: Tensor | None,
-    heads: range,
+    heads: range, cut_dstates: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Run the recurrence backwards for a range of value heads.
+    """Run the recurrence backwards on every segment, for a range of value heads.
 
-    Fills dstates [NT,H,V,K] (gradient of the state at each chunk's end), dv [T,G,R,V] at any addressable strides, rows
-    0..7 of sums [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
+    Reads, where documents are cut, cut_dstates [NC,HV,V,K] (what `segments.combine` made). Fills dstates [NT,H,V,K]
+    (gradient of the state at each chunk's end), dv [T,G,R,V] at any addressable strides, rows 0..7 of sums
+    [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
     """
+    _launch(
+        q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
+        None, heads,
+    )  # fmt: skip
+
+
+def summarise_reverse(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    *, dfinal_state: Tensor | None, cut_dstates: Tensor, transitions: Tensor,
+) -> None:  # fmt: skip
+    """Fill row c of cut_dstates [NC,HV,V,K] with dH and of transitions [NC,HV,K,K] with M (as its rows map a gradient's
+    rows) of the segment that starts at cut c."""
+    _launch(
+        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, None, cut_dstates, transitions,
+        range(v.shape[1]),
+    )  # fmt: skip
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,
+    d_initial_state: Tensor | None, cut_dstates: Tensor | None, transitions: Tensor | None, heads: range,
+) -> None:  # fmt: skip
     HV = v.shape[1]
-    columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
-    dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
+    is_summary = dstates is None or dv is None or sums is None
+    square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
+    stand_in = factors
+    if dstates is None or dv is None or sums is None:
+        dstates_desc, dv_desc, dv_numbers, num_sums = square, square, (0, 0, 0, 1), 1
+    else:
+        columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
+        dv_desc = tma.rows(dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1)), (CHUNK, 64))
+        dstates_desc = tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128))
+        dv_numbers, num_sums = (dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2]), sums.shape[2]
     launch(
-        _reverse_kernel, (chunks.documents.shape[0] * len(heads),),
+        _reverse_kernel, (chunks.segments.shape[0] * len(heads) * (2 if is_summary else 1),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
-        tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)),
-        tma.rows(factors.view(-1, CHUNK), (4, CHUNK)), tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128)),
-        tma.rows(dv_rows, (CHUNK, 64)),
-        factors, sums, dv, factors if dfinal_state is None else dfinal_state,
-        factors if d_initial_state is None else d_initial_state, chunks.documents, chunks.longest_first,
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1), dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2],
-        heads.start,
-        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=sums.shape[2],
+        square, tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
+        dstates_desc, dv_desc,
+        factors, stand_in if sums is None else sums, k if dv is None else dv,
+        stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
+        stand_in if cut_dstates is None else cut_dstates, stand_in if transitions is None else transitions,
+        chunks.segments,
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start, v.shape[0],
+        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums, HAS_CUTS=cut_dstates is not None, SUMMARY=is_summary,
         HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

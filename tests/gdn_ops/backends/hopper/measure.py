@@ -67,6 +67,9 @@ def backward_once(
 
 DOCUMENTS = bounds_of([700, 1, 899, 400])
 EDGES = bounds_of([200, 0, 64, 129, 1, 0, 777, 63, 65])
+LONG = bounds_of([3000, 0, 1, 3500, 1537])
+"""With few heads, three of these documents are cut into segments, one of them in two."""
+
 ACCURACY: dict[str, dict[str, Any]] = {
     "base": {"HK": 4, "HV": 12, "bounds": DOCUMENTS},
     "weak": {"HK": 4, "HV": 12, "bounds": DOCUMENTS, "decay": "weak"},
@@ -84,6 +87,12 @@ ACCURACY: dict[str, dict[str, Any]] = {
     "fp16 b0": {"bounds": EDGES, "dtype": torch.float16, "zero_beta": True},
     "R=1": {"HK": 3, "HV": 3, "bounds": EDGES},
     "R=2": {"HK": 2, "HV": 4, "T": 130},
+    "cut": {"HK": 2, "HV": 4, "bounds": LONG, "T": LONG[-1] + 37, "initial": True, "dense": True},
+    "cut weak": {"HK": 2, "HV": 4, "bounds": LONG, "decay": "weak", "parallel_keys": True},
+    "cut g=0": {"HK": 1, "HV": 2, "bounds": LONG, "decay": "none", "initial": True},
+    "cut norm": {"HK": 1, "HV": 4, "bounds": LONG, "norm": True, "gate": True, "sigmoid": True, "initial": True},
+    "cut fp16": {"HK": 2, "HV": 4, "bounds": LONG, "dtype": torch.float16, "initial": True},
+    "cut batch": {"HK": 2, "HV": 4, "B": 2, "T": 2500},
 }
 
 
@@ -175,7 +184,9 @@ TIMES: dict[str, dict[str, Any]] = {
     "16/32 1x32768": {"HK": 16, "HV": 32, "T": 32768},
     "16/32 1x8192": {"HK": 16, "HV": 32, "T": 8192},
     "16/32 8x4096": {"HK": 16, "HV": 32, "T": 4096, "B": 8},
+    "16/48 1x32768": {"HK": 16, "HV": 48, "T": 32768},
     "4/8 1x32768": {"HK": 4, "HV": 8, "T": 32768},
+    "2/4 1x32768": {"HK": 2, "HV": 4, "T": 32768},
 }
 
 

@@ -42,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
         "norm": True, "gate": True, "sigmoid": True, "doubled": True, "varlen": True, "initial": True, "packed": True,
         "save": "inputs",
     },
+    "long": {"HK": 4, "R": 2, "T": 32768},
+    "long_full": {
+        "HK": 2, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
+    },
     "half": {"dtype": torch.float16, "norm": True, "varlen": True, "R": 2},
     "one_head": {"HK": 1, "R": 1, "B": 2, "T": 100},
 }  # fmt: skip

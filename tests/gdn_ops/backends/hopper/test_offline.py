@@ -20,6 +20,12 @@ PLAIN = [
     "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel",
     "_epilogue_kernel",
 ]  # fmt: skip
+LONG = [
+    "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel", "_combine_kernel",
+    "_forward_kernel", "_chunk_table_kernel", "_gates_kernel", "_reverse_kernel", "_combine_kernel", "_forward_kernel",
+    "_combine_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
+]  # fmt: skip
+"""With cut documents: summaries and their combination before each sequential kernel."""
 TENSOR_CORE_KERNELS = {"_scores_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
 
 
@@ -44,8 +50,9 @@ def check(kernels: list[dict]) -> None:
 
 
 def test_kernels_compile_for_sm_90() -> None:
-    kernels = compile_offline("plain", "full")
+    kernels = compile_offline("plain", "full", "long")
     check(kernels)
+    assert [x["name"] for x in kernels if x["case"] == "long"] == LONG
     assert [x["name"] for x in kernels if x["case"] == "plain"] == PLAIN
     full = [x["name"] for x in kernels if x["case"] == "full"]
     assert full.count("_norms_kernel") == 2, "save='inputs' prepares again in the backward"
@@ -54,13 +61,13 @@ def test_kernels_compile_for_sm_90() -> None:
 
 @pytest.mark.slow
 def test_every_case_compiles_for_sm_90() -> None:
-    check(compile_offline("states", "half", "one_head"))
+    check(compile_offline("states", "long_full", "half", "one_head"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER_TRITON is None, reason="GDN_OPS_TEST_TRITON_PATH names no other Triton")
 def test_kernels_compile_with_another_triton() -> None:
-    kernels = compile_offline("plain", "full", triton_path=OTHER_TRITON)
+    kernels = compile_offline("plain", "full", "long_full", triton_path=OTHER_TRITON)
     check(kernels)
     import triton
 
