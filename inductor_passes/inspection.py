@@ -66,11 +66,11 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
         function: a module, a function, or what `torch.compile` made of one.
         inputs, keywords: what to call it with. It is traced as for training if a gradient is asked for (grad mode on
             and a parameter or input that requires grad), and run forward once, uncompiled.
-        strict: raise if a training call is not packed.
+        strict: raise unless every call is packed whole.
 
     Returns:
-        A `Report`: `.calls` with `.packed`, `.reason`, `.detail`, `.location`, `.saved_bytes` each; print it for a
-        table.
+        A `Report`: `.calls` with `.packed`, `.reason`, `.detail`, `.location`, `.saved_bytes`, `.operands` each; print
+        it for a table.
 
     Raises:
         UnpackedCallError: with `strict`, naming the calls. Errors of the function itself pass through.
@@ -84,5 +84,5 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
     if strict:
         missing = tuple(c for c in report if not c.packed)
         if missing:
-            raise UnpackedCallError(f"{len(missing)} call(s) not packed\n{Report(missing)}")
+            raise UnpackedCallError(f"{len(missing)} call(s) not packed whole\n{Report(missing)}")
     return report

@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from inductor_passes import pipeline, registry, settings
+from inductor_passes.dense_rows import register_lowering
 from inductor_passes.report import Report
 
 log = logging.getLogger("inductor_passes")
@@ -72,7 +73,8 @@ class PassManager(_Singleton):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place and publish what was done."""
-        report = pipeline.rewrite_graph(graph)
+        register_lowering()
+        report = pipeline.rewrite_graph(graph, strides_hold=False)
         _this_thread.ran = True
         if len(report):
             publish(report)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from inductor_passes import registry, settings
+from inductor_passes.dense_rows import find_dense_rows, not_dense, replace_dense_rows
 from inductor_passes.edits import outputs_of, restore_order
 from inductor_passes.gradient_flow import Left
 from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
@@ -25,8 +26,8 @@ __all__ = ["MOVES", "CallSite", "counters", "find_calls", "observers", "rewrite_
 log = logging.getLogger("inductor_passes")
 
 counters: Counter[str] = Counter()
-"""What the passes did since the process started: graphs, calls packed, left, grouped_heads, norm_folded;
-copies_removed; microseconds spent."""
+"""What the passes did since the process started: graphs; calls packed, packed_partly, left, grouped_heads, norm_folded;
+copies_removed, rows_made; microseconds spent."""
 
 
 @dataclass
@@ -38,6 +39,8 @@ class CallSite:
     bwds: list[Node]
     grouped_heads: bool = False
     copies_removed: int = 0
+    rows_made: int = 0
+    copied_inside: tuple[str, ...] = ()
     norm_folded: bool = False
 
 
@@ -73,12 +76,14 @@ def find_calls(graph: Graph) -> list[CallSite]:
     return list(sites.values())
 
 
-def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
+def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold: bool = True) -> Report:
     """Run the passes on a joint, forward or backward graph, in place, and say what became of every registered call.
 
     A plain function of the graph: use it in any compiler that gives you an aten graph with fake values in
     `meta["val"]`, for instance in the partition function of an AOTAutograd backend. The caller recompiles the graph
     module.
+
+    strides_hold: whether the compiler keeps the strides that the graph was traced with. Inductor does not.
 
     Raises UnpackedCallError in strict mode.
     """
@@ -105,6 +110,14 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
             if copies:
                 replace_operand_copies(graph, copies, site.fwd, site.bwds)
                 site.copies_removed, changed = len(copies), True
+        callers = [node for node in (site.fwd, *site.bwds) if node is not None]
+        if not options.remove_copies:
+            site.copied_inside = not_dense(site.variant, callers)
+        else:
+            rows = find_dense_rows(site.variant, callers, strides_hold=strides_hold)
+            if rows:
+                replace_dense_rows(graph, rows, callers)
+                site.rows_made, changed = len(rows), True
     plans, left = _pack_rows(graph, sites)
     report = Report(tuple(line for site in sites for line in _reports(site, plans, left)))
     if plans or changed:
@@ -117,7 +130,9 @@ def rewrite_graph(graph: Graph, options: Settings | None = None) -> Report:
     counters["grouped_heads"] += sum(site.grouped_heads for site in sites)
     counters["norm_folded"] += sum(site.norm_folded for site in sites)
     counters["copies_removed"] += sum(site.copies_removed for site in sites)
-    counters["left"] += len(report) - report.packed
+    counters["rows_made"] += sum(site.rows_made for site in sites)
+    counters["packed_partly"] += report.packed_partly
+    counters["left"] += len(report) - report.packed - report.packed_partly
     counters["microseconds"] += round(1e6 * (time.perf_counter() - started))
     if options.strict:
         _insist(report)
@@ -164,18 +179,27 @@ def _plain_report(site: CallSite, reason: str) -> CallReport:
 
 
 def _line(
-    site: CallSite, where: str, reason: str, detail: str = "", saved: int = 0, operands: tuple[str, ...] = ()
+    site: CallSite,
+    where: str,
+    reason: str,
+    detail: str = "",
+    saved: int = 0,
+    operands: tuple[str, ...] = (),
+    copied: tuple[str, ...] = (),
 ) -> CallReport:
     return CallReport(
         op=site.variant.fwd,
-        packed=bool(operands),
+        packed=bool(operands) and not copied,
         reason=reason,
         detail=detail,
         location=where,
         saved_bytes=saved,
         operands=operands,
+        copied=copied,
         grouped_heads=site.grouped_heads,
         copies_removed=site.copies_removed,
+        rows_made=site.rows_made,
+        copied_inside=site.copied_inside,
         norm_folded=site.norm_folded,
     )
 
@@ -198,11 +222,12 @@ def _reports(site: CallSite, plans: dict[Node, RowPlan], left: dict[Node, Left])
         reason = "packed_partly" if plan.left else "packed"
         detail = "; ".join(part.detail for part in plan.left)
         operands = tuple(name for name in site.variant.operands if name in plan.layouts)
-        reports.append(_line(site, where, reason, detail, saved, operands))
+        copied = tuple(part.operand for part in plan.left)
+        reports.append(_line(site, where, reason, detail, saved, operands, copied))
     return reports
 
 
 def _insist(report: Report) -> None:
     missing = [c for c in report if not c.packed and c.reason not in ("no_backward", "no_gradient")]
     if missing:
-        raise UnpackedCallError(f"strict mode: {len(missing)} call(s) not packed\n{Report(tuple(missing))}")
+        raise UnpackedCallError(f"strict mode: {len(missing)} call(s) not packed whole\n{Report(tuple(missing))}")

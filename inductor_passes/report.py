@@ -32,18 +32,21 @@ REASONS = {
 
 
 class UnpackedCallError(RuntimeError):
-    """Strict mode: a training call of a registered op was left unpacked."""
+    """Strict mode: a training call of a registered op was left, or packed in part only."""
 
 
 @dataclass(frozen=True)
 class CallReport:
     """One registered call in one graph.
 
-    op: the op as users see it; packed: its gradients are written as one row; reason: a code of `REASONS`; detail: the
-    same in the words of this graph; location: "file:line" of the user's code ("" if the trace has none); saved_bytes:
-    gradient bytes that are no longer read and written again; operands: which gradients are packed; grouped_heads:
-    repeated heads were folded; copies_removed: copies in front of the op that were dropped; norm_folded: an L2 norm
-    moved into the op.
+    op: the op as users see it; packed: the op writes all its gradients into the row; reason: a code of `REASONS`;
+    detail: the same in the words of this graph; location: "file:line" of the user's code ("" if the trace has none);
+    saved_bytes: gradient bytes that are no longer read and written again; operands: whose gradients the op writes into
+    the row; copied: whose gradients are copied into it or go elsewhere (then `packed` is False, `detail` says why);
+    grouped_heads: repeated heads were folded; copies_removed: copies in front of the op that were dropped; rows_made:
+    rows (or operands) that are made dense, once, in place of copies of the parts in every call; copied_inside: operands
+    that every call copies, since their channels are not dense and `remove_copies` is off; norm_folded: an L2 norm moved
+    into the op.
     """
 
     op: str
@@ -53,9 +56,17 @@ class CallReport:
     location: str = ""
     saved_bytes: int = 0
     operands: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     grouped_heads: bool = False
     copies_removed: int = 0
+    rows_made: int = 0
+    copied_inside: tuple[str, ...] = ()
     norm_folded: bool = False
+
+    @property
+    def packed_partly(self) -> bool:
+        """Some of the gradients are written into the row, but not all."""
+        return bool(self.operands) and not self.packed
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,13 @@ class Report:
 
     @property
     def packed(self) -> int:
-        """How many calls write their gradients as one row."""
+        """How many calls write all their gradients into one row."""
         return sum(call.packed for call in self.calls)
+
+    @property
+    def packed_partly(self) -> int:
+        """How many calls write some of their gradients into one row."""
+        return sum(call.packed_partly for call in self.calls)
 
     @property
     def saved_bytes(self) -> int:
@@ -93,13 +109,18 @@ class Report:
                 *(["heads grouped"] if call.grouped_heads else []),
                 *(["norm in the op"] if call.norm_folded else []),
                 *([f"{call.copies_removed} copies removed"] if call.copies_removed else []),
+                *([f"{call.rows_made} made dense before the call"] if call.rows_made else []),
+                *([f"{', '.join(call.copied_inside)} copied in every call"] if call.copied_inside else []),
             ]
             detail = "; ".join(part for part in (call.detail, *extras) if part)
-            saved = _in_units(call.saved_bytes) if call.packed else "-"
-            rows.append((call.op, "yes" if call.packed else "no", saved, call.reason, call.location or "?", detail))
+            saved = _in_units(call.saved_bytes) if call.operands else "-"
+            how = "yes" if call.packed else ",".join(call.operands) or "no"
+            rows.append((call.op, how, saved, call.reason, call.location or "?", detail))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
-        total = f"{self.packed} of {len(self.calls)} packed, {_in_units(self.saved_bytes)} of gradient copies saved"
+        partly = f" ({self.packed_partly} more in part)" if self.packed_partly else ""
+        saved = _in_units(self.saved_bytes)
+        total = f"{self.packed} of {len(self.calls)} packed{partly}, {saved} of gradient copies saved"
         return "\n".join((*lines, total, *self.notes))
 
 

@@ -6,7 +6,7 @@
 | INDUCTOR_PASSES_GROUPED_HEADS | 1, 0 | 1: repeated query/key heads become native grouped heads |
 | INDUCTOR_PASSES_FOLD_NORM | 0, 1 | 1: an L2 norm in front of the op moves into the op |
 | INDUCTOR_PASSES_REMOVE_COPIES | 1, 0 | 1: `.contiguous()` and the like in front of the op are dropped |
-| INDUCTOR_PASSES_STRICT | 0, 1 | 1: a training call that was not packed is an error |
+| INDUCTOR_PASSES_STRICT | 0, 1 | 1: a training call that was not packed whole is an error |
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Settings:
 
     enabled: rewrite at all; grouped_heads: fold repeated heads (not bitwise in low precision: the sum over a group
     moves into the op); fold_norm: fold an L2 norm in front of the op into the op's own (not bitwise); remove_copies:
-    drop copies in front of the op; strict: raise `UnpackedCallError` where a training call is left unpacked.
+    drop copies in front of the op; strict: raise `UnpackedCallError` where a training call is not packed whole.
     """
 
     enabled: bool = True

@@ -123,11 +123,10 @@ def _token_major(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     """q, k and v with dense channels, as parts of one row.
 
     transformers' torch convolution returns its channels first. The op would copy such operands itself, in the forward
-    and again in the backward; here they are copied once. Under `torch.compile` the strides seen while tracing need not
-    be those that Inductor gives the activation in the end, so there the row is always built, which Inductor does in
-    the kernel that computes the activation.
+    and again in the backward; here they are copied once. Under `torch.compile` the graph pass has the row written dense
+    by the kernel that computes it, which costs nothing.
     """
-    if not torch.compiler.is_compiling() and all(x.stride(-1) == 1 for x in (q, k, v)):
+    if torch.compiler.is_compiling() or all(x.stride(-1) == 1 for x in (q, k, v)):
         return q, k, v
     if q.shape[-2] == v.shape[-2]:
         # Older transformers repeats query and key heads first. The pass undoes that, if no row is built of the copies.

@@ -55,6 +55,22 @@ def test_explain_leaves_gradients_and_settings_alone():
     assert w.grad is None
 
 
+def partly(x, w, g):
+    q, k, v = heads(*parts(x @ w))
+    return toy(q * 2, k, v, g)
+
+
+def test_a_call_packed_in_part_is_not_packed():
+    """The report names the operand, and strict mode refuses the call."""
+    (call,) = inductor_passes.explain(partly, *leaves()).calls
+    assert not call.packed
+    assert call.packed_partly
+    assert (call.reason, call.operands, call.copied) == ("packed_partly", ("k", "v"), ("q",))
+    assert "the gradient of q " in call.detail
+    with pytest.raises(inductor_passes.UnpackedCallError, match="the gradient of q "):
+        inductor_passes.explain(partly, *leaves(), strict=True)
+
+
 def test_explain_strict_names_the_calls_left():
     with pytest.raises(inductor_passes.UnpackedCallError, match="1 call") as caught:
         inductor_passes.explain(mixed, *leaves(), strict=True)
@@ -65,17 +81,39 @@ def test_explain_strict_names_the_calls_left():
 def test_table():
     report = Report(
         (
-            CallReport("toy::attention", True, "packed", "", "model.py:10", 3 * 1024 * 1024, ("q", "k", "v"), True, 2),
+            CallReport(
+                "toy::attention",
+                True,
+                "packed",
+                location="model.py:10",
+                saved_bytes=3 * 1024 * 1024,
+                operands=("q", "k", "v"),
+                grouped_heads=True,
+                copies_removed=2,
+                rows_made=1,
+            ),
             CallReport("toy::attention", False, "split_elsewhere", "the split is in another graph", "model.py:20"),
+            CallReport(
+                "toy::attention",
+                False,
+                "packed_partly",
+                "the gradient of q is also used by aten.sum (sum_1)",
+                "model.py:30",
+                saved_bytes=2048,
+                operands=("k", "v"),
+                copied=("q",),
+            ),
         )
     )
+    assert (report.packed, report.packed_partly) == (1, 1)
     assert_expected_inline(
         str(report),
         """\
 call            packed  saved  reason           where        detail
-toy::attention  yes     3 MiB  packed           model.py:10  heads grouped; 2 copies removed
+toy::attention  yes     3 MiB  packed           model.py:10  heads grouped; 2 copies removed; 1 made dense before the call
 toy::attention  no      -      split_elsewhere  model.py:20  the split is in another graph
-1 of 2 packed, 3 MiB of gradient copies saved""",
+toy::attention  k,v     2 KiB  packed_partly    model.py:30  the gradient of q is also used by aten.sum (sum_1)
+1 of 3 packed (1 more in part), 3.002 MiB of gradient copies saved""",
     )
     assert str(Report()) == "no registered op in the graph"
 
