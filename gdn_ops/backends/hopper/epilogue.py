@@ -22,7 +22,15 @@ from torch import Tensor
 
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.gates import kept_from_zero, softplus, write_strength
-from gdn_ops.backends.hopper.gradients import NUM_SUMS, SUM_KEYS_LEFT, SUM_KEYS_STATE, SUM_REST, SUM_STATES
+from gdn_ops.backends.hopper.gradients import (
+    NUM_STATE_SUMS,
+    NUM_SUMS,
+    SUM_KEYS_LEFT,
+    SUM_KEYS_RIGHT,
+    SUM_KEYS_STATE,
+    SUM_QUERIES,
+    SUM_STATES,
+)
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
 from gdn_ops.shapes import CHUNK, Options
@@ -45,7 +53,8 @@ def _sum_rows(at, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexp
 def _epilogue_kernel(
     sums_ptr, factors_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, parts_ptr, table_ptr, first_head,
     HV: tl.constexpr, H: tl.constexpr, B: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr, FACTORS: tl.constexpr,
-    VALUES: tl.constexpr, LEFT: tl.constexpr, REST: tl.constexpr, STATE: tl.constexpr, DOT: tl.constexpr,
+    VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
+    DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_HALF: tl.constexpr, IS_BFLOAT: tl.constexpr,
 ):  # fmt: skip
@@ -58,10 +67,11 @@ def _epilogue_kernel(
     mask_h = local < H
     mask = mask_h[:, None] & (offs_c < valid)[None, :]
     sums_at = sums_ptr + (i_c.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
-    left_BC = _sum_rows(sums_at, mask, LEFT, 2, C)
-    gates_BC = left_BC + _sum_rows(sums_at, mask, REST, 2, C)
-    chunk_B = tl.sum(_sum_rows(sums_at, mask, STATE, 2, C), 1)
-    mask_dot = mask_h[:, None] & (offs_c < 32)[None, :] & (valid > 0)
+    left_BC = tl.load(sums_at + LEFT * C, mask=mask, other=0.0)
+    gates_BC = left_BC + tl.load(sums_at + QUERIES * C, mask=mask, other=0.0)
+    gates_BC -= tl.load(sums_at + RIGHT * C, mask=mask, other=0.0)
+    chunk_B = tl.sum(tl.load(sums_at + STATE * C, mask=mask, other=0.0), 1)
+    mask_dot = mask_h[:, None] & (offs_c < DOTS)[None, :] & (valid > 0)
     dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_dot, other=0.0), 1)
     end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 3 * C
     chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
@@ -71,11 +81,12 @@ def _epilogue_kernel(
         raw_BC = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             raw_BC += tl.load(dt_bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)[:, None]
-        rate_B = tl.exp(tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
-        dlog_BC = tl.where(mask, -dlog_BC * rate_B[:, None], 0.0)
+        # The rate e^A_log goes in as its root, before and after: the whole may overflow where what it multiplies is 0.
+        root_B = tl.exp(0.5 * tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
+        dlog_BC = tl.where(mask, -dlog_BC * root_B[:, None], 0.0)
         parts_at = parts_ptr + i_c.to(tl.int64) * (2 * HV) + offs_h
-        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC), 1), mask=mask_h)
-        dlog_BC *= tl.sigmoid(raw_BC)
+        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC) * root_B[:, None], 1), mask=mask_h)
+        dlog_BC = dlog_BC * tl.sigmoid(raw_BC) * root_B[:, None]
         tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
     tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
     values_BC = _sum_rows(sums_at, mask, 0, VALUES, C)
@@ -109,8 +120,8 @@ def epilogue(
         _epilogue_kernel, (NT, triton.cdiv(H, _HEADS)),
         sums, factors, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table, heads.start,
         HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
-        VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, REST=SUM_REST.value, STATE=SUM_KEYS_STATE.value,
-        DOT=SUM_STATES.value,
+        VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, QUERIES=SUM_QUERIES.value,
+        RIGHT=SUM_KEYS_RIGHT.value, STATE=SUM_KEYS_STATE.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
         IS_HALF=dtype == torch.float16, IS_BFLOAT=dtype == torch.bfloat16, num_warps=4,

@@ -91,8 +91,9 @@ def _gates_kernel(
             if HAS_GATE:
                 if HAS_BIAS:
                     raw_HC += tl.load(dt_bias_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)[:, None]
-                rate_H = tl.exp(tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
-                raw_HC = -rate_H[:, None] * softplus(raw_HC)
+                # The rate e^A_log as its root, twice: the whole may overflow where the softplus is 0.
+                root_H = tl.exp(0.5 * tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
+                raw_HC = -root_H[:, None] * softplus(raw_HC) * root_H[:, None]
             log2_HC = tl.where(mask, tl.maximum(raw_HC * LOG2_E, LEAST), 0.0)
             gates_HC = tl.cumsum(log2_HC, 1)
             tl.store(gates_at, gates_HC, mask=mask_h[:, None])
