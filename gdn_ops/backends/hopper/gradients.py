@@ -33,7 +33,7 @@ from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch, multiprocessors
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
-from gdn_ops.backends.hopper.tma import async_load, barrier, clear_rows, cleared
+from gdn_ops.backends.hopper.tma import async_load, barrier, clear_rows, cleared, reinterpret
 from gdn_ops.shapes import CHUNK
 
 # Letters: C chunk length (64), D head size (K = V = 128), R value heads of a query/key head, H value heads of one
@@ -172,8 +172,8 @@ def _queries(
     col_C = gl.arange(0, _C, COL_C)
     row_state = gl.arange(0, 8, gl.SliceLayout(1, ROWS))
     # For <S, dS> both tiles may be read in any one order: as they lie, no address differs by more than a constant.
-    state_flat = state_s._reinterpret(dtype, [_D, _D], FLAT)
-    dstate_flat = dstate_s._reinterpret(dtype, [_D, _D], FLAT)
+    state_flat = reinterpret(state_s, dtype, [_D, _D], FLAT)
+    dstate_flat = reinterpret(dstate_s, dtype, [_D, _D], FLAT)
     zero_CK = gl.full([_C, _D], 0.0, gl.float32, L_CK)
     zero_CC = gl.full([_C, _C], 0.0, gl.float32, L_CC)
     dq_CK = zero_CK
@@ -202,7 +202,7 @@ def _queries(
         w_CC = warpgroup_mma(dv, u_T, zero_CC, use_acc=False, is_async=True)
         p_CC = warpgroup_mma(do, u_T, zero_CC, use_acc=False, is_async=True)
         # With norms the tiles of k and q are raw: the norms of each pair go into W and dP, through the exponent.
-        decays = decays_s.index(buffer)._reinterpret(gl.float32, [4 * _C], VECTOR)
+        decays = reinterpret(decays_s.index(buffer), gl.float32, [4 * _C], VECTOR)
         key_row = decays.slice(0, _C).load(ROW_C)
         key_col = decays.slice(2 * _C if HAS_NORMS else 0, _C).load(COL_C)
         lower = (row_C[:, None] >= col_C[None, :]) & (row_C < valid)[:, None]

@@ -1,7 +1,7 @@
 """Tensor Memory Accelerator: what differs between Triton versions, and how descriptors are made. Nothing else knows.
 
-Triton 3.8 renamed Gluon's copy functions (`async_copy_global_to_shared` became `async_load`). The kernels of this
-folder use the newer names, which this file binds on either version.
+Triton 3.8 renamed Gluon's copy functions (`async_copy_global_to_shared` became `async_load`) and others. The kernels of
+this folder use the newer names, which this file binds on either version.
 """
 
 import torch
@@ -19,6 +19,8 @@ else:
     async_store = tma.async_copy_shared_to_global
 store_wait = tma.store_wait
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_tile = gl.shared_memory_descriptor
+reinterpret = _tile.reinterpret if hasattr(_tile, "reinterpret") else _tile._reinterpret
 
 ALIGNMENT = 16
 """Bytes: what a descriptor's base address, its strides and a head's column must be a multiple of."""
