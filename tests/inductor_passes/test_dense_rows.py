@@ -77,10 +77,10 @@ def channels_first(w, x):
 def test_dynamic_sizes():
     on, copies, made = run(channels_first, dynamic=True)
     assert (copies, made) == (0, 1), "one compilation, and it copies nothing"
-    off, copies, made = run(channels_first, dynamic=True, remove_copies=False)
-    assert (copies, made) == (6, 0)
-    for a, b in zip(on, off, strict=True):
-        assert torch.equal(a, b)
+    eager, copies, _ = run(channels_first, backend="eager", dynamic=True)
+    assert copies == 6
+    for a, b in zip(on, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

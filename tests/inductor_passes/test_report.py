@@ -89,7 +89,6 @@ def test_table():
                 saved_bytes=3 * 1024 * 1024,
                 operands=("q", "k", "v"),
                 grouped_heads=True,
-                copies_removed=2,
                 rows_made=1,
             ),
             CallReport("toy::attention", False, "split_elsewhere", "the split is in another graph", "model.py:20"),
@@ -110,7 +109,7 @@ def test_table():
         str(report),
         """\
 call            packed  saved  reason           where        detail
-toy::attention  yes     3 MiB  packed           model.py:10  heads grouped; 2 copies removed; 1 made dense before the call
+toy::attention  yes     3 MiB  packed           model.py:10  heads grouped; 1 made dense before the call
 toy::attention  no      -      split_elsewhere  model.py:20  the split is in another graph
 toy::attention  k,v     2 KiB  packed_partly    model.py:30  the gradient of q is also used by aten.sum (sum_1)
 1 of 3 packed (1 more in part), 3.002 MiB of gradient copies saved""",

@@ -171,7 +171,7 @@ def tokens_first_row_with_others(self, x):
     return self.out(o.flatten(-2).transpose(0, 1) * z).transpose(0, 1)
 
 
-@body(1, "packed_partly")
+@body(0, "packed_partly")
 def tokens_first_row_with_q_used(self, x):
     q, k, v = (y.transpose(0, 1) for y in parts(self.rows[0](x.transpose(0, 1))))
     return self.finish(toy(*heads(q, k, v), self.decay(x))) + q.sum(-1, keepdim=True)
