@@ -4,9 +4,12 @@ Started by test_distributed.py as `python worker.py BACKEND RANK RANKS STORE OUT
 """
 
 import functools
+import hashlib
 import json
+import re
 import sys
 import time
+import traceback
 from datetime import timedelta
 
 import problems
@@ -19,6 +22,25 @@ from gdn_ops.context_parallel import RecomputeHandle, causal_conv1d, partition
 
 CU_SEQLENS = [0, 66, 66, 67, 131, 300]
 SHARED = ("final_state", "initial_state", "A_log", "dt_bias")
+# What a user says: documents cut anywhere, the pieces given to ranks in any order.
+PIECES = [(4, 100, 69), (0, 0, 30), (3, 0, 64), (4, 0, 60), (0, 30, 36), (2, 0, 1), (4, 60, 40), (1, 0, 0)]
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "fragments")
+
+
+def partitioned(layout, num_ranks):
+    if layout == "fragments":
+        return partition(CU_SEQLENS, fragments=[PIECES[rank::num_ranks] for rank in range(num_ranks)])
+    return partition(CU_SEQLENS, num_ranks, layout)
+
+
+@functools.cache
+def expectation(device, dtype, gate):
+    """The float64 answer, and by how much one rank alone misses it."""
+    part = partition(CU_SEQLENS, 1)
+    tensors, options = problems.batch(CU_SEQLENS, dtype=dtype, gate=gate), problems.OPTIONS if gate else problems.PLAIN
+    expected = problems.answer(part, tensors, options)
+    one = problems.on_ranks(part, {n: x.to(device) for n, x in tensors.items()}, options)
+    return expected, problems.distance({n: x.cpu() for n, x in one.items()}, expected)
 
 
 class Rank:
@@ -26,14 +48,15 @@ class Rank:
 
     def __init__(self, device, dtype, layout="zigzag", gate=True, exchange="saved", group=None):
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.device = device
+        self.device, self.dtype, self.gate = device, dtype, gate
+        self.retained = None
         self.options = problems.OPTIONS if gate else problems.PLAIN
-        self.part = partition(CU_SEQLENS, self.num_ranks, layout)
+        self.part = partitioned(layout, self.num_ranks)
         self.tensors = {n: x.to(device) for n, x in problems.batch(CU_SEQLENS, dtype=dtype, gate=gate).items()}
         self.context = self.part.context(self.rank, group or dist.group.WORLD, device, exchange=exchange)
 
     def op(self, row, g, beta, initial_state, A_log=None, dt_bias=None, form="plain", handle=None):
-        """The op on this rank's rows, spelled in one of four ways."""
+        """The op on this rank's rows, spelled in one of six ways."""
         options = {
             "initial_state": initial_state, "use_gate_in_kernel": A_log is not None, "A_log": A_log,
             "dt_bias": dt_bias, "cp_context": self.context, "recompute_handle": handle, **self.options,
@@ -47,6 +70,10 @@ class Rank:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if form == "hooked" and q.requires_grad:
             q.register_hook(lambda grad: grad * 1)
+            v.register_hook(lambda grad: grad + 0)
+        if form == "retained" and q.requires_grad and self.retained is None:
+            k.retain_grad()
+            self.retained = k
         return gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
     def run(self, function):
@@ -77,12 +104,20 @@ class Rank:
         return found, stats
 
     def excess(self, found):
-        """By how much the worst result is beyond its error budget (at most 1 is within)."""
-        expected = problems.answer(self.part, {n: x.cpu() for n, x in self.tensors.items()}, self.options)
-        one = problems.on_ranks(partition(CU_SEQLENS, 1), self.tensors, self.options)
-        own = problems.distance({n: x.cpu() for n, x in one.items()}, expected)
+        """By how much the worst result is beyond its error budget (at most 1 is within); looked at by rank 0.
+
+        The global results are equal in bits on every rank, or this is infinite.
+        """
+        digests = [None] * self.num_ranks
+        raw = b"".join(x.cpu().contiguous().view(torch.uint8).numpy().tobytes() for x in found.values())
+        dist.all_gather_object(digests, hashlib.sha256(raw).hexdigest())
+        if len(set(digests)) > 1:
+            return float("inf")
+        if self.rank:
+            return 0.0
+        expected, own = expectation(self.device, self.dtype, self.gate)
         errors = problems.distance({n: x.cpu() for n, x in found.items()}, expected)
-        rounding = 8e-3 if self.tensors["row"].dtype == torch.bfloat16 else 1e-5 if self.device.type == "cuda" else 1e-6
+        rounding = 8e-3 if self.dtype == torch.bfloat16 else 1e-5 if self.device.type == "cuda" else 1e-6
         return max(error / (2 * own[name] + rounding) for name, error in errors.items())
 
 
@@ -92,7 +127,7 @@ def differing(first, second):
 
 def case_layouts(device, dtype):
     out = {}
-    for layout in ("contiguous", "zigzag", "zigzag_per_document"):
+    for layout in LAYOUTS:
         for gate in (True, False):
             rank = Rank(device, dtype, layout, gate)
             found, stats = rank.run(rank.op)
@@ -105,10 +140,10 @@ def case_layouts(device, dtype):
     return out
 
 
-def ways(rank):
-    """Every way to call the op: form x (direct, checkpointed in three ways)."""
+def ways(rank, forms):
+    """Every way to call the op: form x (direct, checkpointed in three ways), and the exchanges it makes."""
     selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
-    for form in ("plain", "packed_views", "packed", "contiguous", "hooked"):
+    for form in forms:
         op = functools.partial(rank.op, form=form)
         yield f"{form} direct", op, 2
         yield f"{form} checkpoint", lambda op=op, **x: checkpoint(op, **x, use_reentrant=False), 3
@@ -126,42 +161,88 @@ def ways(rank):
 
 
 def case_ways(device, dtype):
-    rank = Rank(device, dtype)
-    base, _ = rank.run(rank.op)
-    replaying = Rank(device, dtype, exchange="replay")
     out = {}
-    for name, function, exchanges in [*ways(rank), ("replay", replaying.op, 3)]:
-        found, stats = rank.run(function)
-        out[name] = {
-            "differing": differing(base, found), "expected": exchanges, "exchanges": stats["context_exchanges"],
-            "packed": stats["packed_gradients"], "concatenations": stats["concatenations"],
-        }  # fmt: skip
+    for gate in (True, False):  # also: the L2 norm in the op, on and off
+        rank = Rank(device, dtype, gate=gate)
+        base, _ = rank.run(rank.op)
+        replaying = Rank(device, dtype, gate=gate, exchange="replay")
+        forms = ("plain", "packed_views", "packed", "contiguous", "hooked", "retained")
+        listed = [*ways(rank, forms if gate else forms[:4]), ("replay", replaying.op, 3)]
+        for name, function, exchanges in listed:
+            rank.retained = None
+            found, stats = rank.run(function)
+            again, _ = rank.run(function) if name.endswith("direct") else (found, None)
+            out[f"{name} gate={gate}"] = {
+                "differing": differing(base, found) + differing(found, again), "expected": exchanges,
+                "exchanges": stats["context_exchanges"], "packed": stats["packed_gradients"],
+                "concatenations": stats["concatenations"],
+                "retained": rank.retained is None or bool(rank.retained.grad.isfinite().all()),
+            }  # fmt: skip
     return out
 
 
 def case_compiled(device, dtype):
-    """fullgraph on every rank, the packed pass included; the same graphs on all ranks."""
-    from torch._inductor.utils import fresh_cache
-
+    """fullgraph on every rank: equal bits in every mode, and the exchanges of each (the plain way: case_overlap)."""
     rank = Rank(device, dtype)
     base, _ = rank.run(rank.op)
+    replaying = Rank(device, dtype, exchange="replay")
     selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
+    inductor, traced = "inductor", "aot_eager_decomp_partition"  # the second: as the first, without code generation
     functions = {
-        "plain": (rank.op, 2),
-        "packed": (functools.partial(rank.op, form="packed"), 2),
-        "checkpoint": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False), 3),
-        "selective": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False, context_fn=selective), 2),
+        "selective": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False, context_fn=selective), 2, inductor),
+        # The backward's second exchange is the forward's in the joint graph, where equal nodes are one.
+        "replay": (replaying.op, 2, inductor),
+        "checkpoint": (lambda **x: checkpoint(rank.op, **x, use_reentrant=False), 3, traced),
+        "packed": (functools.partial(rank.op, form="packed"), 2, traced),
     }
     out = {}
-    with fresh_cache():
-        for name, (function, exchanges) in functions.items():
-            torch._dynamo.reset()
-            found, stats = rank.run(torch.compile(function, fullgraph=True))
-            out[name] = {
-                "differing": differing(base, found), "expected": exchanges,
-                "exchanges": stats["context_exchanges"], "packed": stats["packed_gradients"],
-            }  # fmt: skip
+    for name, (function, exchanges, backend) in functions.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        rank.run(compiled)
+        found, stats = rank.run(compiled)  # counted where ops run, not where they are traced
+        out[name] = {
+            "differing": differing(base, found), "expected": exchanges, "exchanges": stats["context_exchanges"],
+            # The graph pass packs split views in Inductor; the packed op needs no pass.
+            "packed": stats["packed_gradients"], "expected_packed": int(backend == inductor or name == "packed"),
+        }  # fmt: skip
     return out
+
+
+OVERLAP = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
+
+
+def case_overlap(device, dtype):
+    """What Inductor calls between the start of an all-gather and its wait, with the user's overlap passes on."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    rank = Rank(device, dtype)
+    # An output gate, as models have it: its product needs nothing of the op.
+    x = torch.ones(1, rank.part.max_tokens, 32, device=device, dtype=dtype).requires_grad_()
+    weight = torch.ones(32, problems.HV * problems.D, device=device, dtype=dtype).requires_grad_()
+
+    def layer(**tensors):
+        o, final_state = rank.op(**tensors)
+        gate = torch.nn.functional.silu(x @ weight).unflatten(-1, o.shape[-2:])
+        return o * gate, final_state
+
+    eager, _ = rank.run(layer)
+    torch._dynamo.reset()
+    # No caches: code that comes out of one is not seen here.
+    with config.patch({**OVERLAP, "fx_graph_cache": False}), aot_config.patch(enable_autograd_cache=False):
+        (found, stats), codes = run_and_get_code(rank.run, torch.compile(layer, fullgraph=True))
+    calls = re.compile(r"(all_gather_into_tensor|wait_tensor|extern_kernels\.\w*mm|gdn\.\w+)(?:\.default)?\(")
+    return {
+        "orders": [[found.split(".")[-1] for found in calls.findall(code)] for code in codes],
+        "differing": differing(eager, found),
+        "exchanges": stats["context_exchanges"],
+        "packed": stats["packed_gradients"],
+    }
 
 
 def case_graphs(device, dtype):
@@ -212,8 +293,9 @@ def case_conv(device, dtype):
         ways = {
             "direct": direct,
             "selective": functools.partial(checkpoint, direct, use_reentrant=False, context_fn=selective),
-            "compiled": torch.compile(lambda *t, c=context: causal_conv1d(*t, cp_context=c), fullgraph=True),
         }
+        if layout == "zigzag":
+            ways["compiled"] = torch.compile(direct, fullgraph=True)
         for name, function in ways.items():
             gdn_ops.reset_stats()
             found = run(function, part.shard(x, rank), part.shard(grad, rank), weight, bias)
@@ -266,31 +348,43 @@ def case_no_exchange(device, dtype):
     return {"exchanges": gdn_ops.stats().context_exchanges, "group": context.group_name}
 
 
-def case_failing_rank(device, dtype):
-    """The last rank leaves: the others' error names the collective, within the group's timeout."""
-    rank = Rank(device, dtype)
+def broken(call):
+    """The RuntimeError of a call that should have found a collective broken."""
     started = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return {
+            "error": str(error), "cause": str(error.__cause__), "seconds": time.monotonic() - started,
+            "trace": "".join(traceback.format_exception(error)),
+        }  # fmt: skip
+    return {"error": "", "cause": "", "seconds": 0.0, "trace": ""}
+
+
+def case_failing_rank(device, dtype):
+    """The last rank leaves between forward and backward: every call of the others names its collective."""
+    rank = Rank(device, dtype)
+    leaves = {n: x.clone().requires_grad_() for n, x in rank.tensors.items()}
+    for name in ("row", "g", "beta"):
+        leaves[name] = rank.part.shard(rank.tensors[name], rank.rank, pad_to=rank.part.max_tokens).requires_grad_()
+    o, _ = rank.op(**leaves)
     if rank.rank == rank.num_ranks - 1:
         return {"left": True}
-    try:
-        rank.run(rank.op)
-    except RuntimeError as error:
-        return {"error": str(error), "cause": str(error.__cause__), "seconds": time.monotonic() - started}
-    return {"error": ""}
+    return {
+        "backward": broken(lambda: o.sum().backward()),
+        "forward": broken(lambda: rank.op(**leaves)),
+        "compiled": broken(lambda: torch.compile(rank.op, fullgraph=True)(**leaves)),
+    }
 
 
 def case_stuck_rank(device, dtype):
     """The last rank is alive and never calls: the others' error comes with the group's timeout."""
-    rank = Rank(device, dtype)
-    started = time.monotonic()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    rank = Rank(device, dtype, group=group)
     if rank.rank == rank.num_ranks - 1:
-        time.sleep(9)
+        time.sleep(5)
         return {"left": True}
-    try:
-        rank.run(rank.op)
-    except RuntimeError as error:
-        return {"error": str(error), "cause": str(error.__cause__), "seconds": time.monotonic() - started}
-    return {"error": ""}
+    return {"forward": broken(lambda: rank.run(rank.op))}
 
 
 def main():
@@ -303,9 +397,13 @@ def main():
     short = any(case in ("failing_rank", "stuck_rank") for case in cases)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=int(rank), world_size=int(num_ranks),
-        timeout=timedelta(seconds=4 if short else 120),
+        timeout=timedelta(seconds=120),
     )  # fmt: skip
-    results = {case: globals()[f"case_{case}"](device, dtype) for case in cases}
+    results = {}
+    for case in cases:
+        started = time.monotonic()
+        results[case] = globals()[f"case_{case}"](device, dtype)
+        print(f"{case}: {time.monotonic() - started:.1f} s", flush=True)
     with open(output, "w") as file:
         json.dump(results, file)
     if not short:

@@ -1,4 +1,4 @@
-"""Convolutions of the Triton backend with every buffer poisoned, beside torch's own in float64; no tests of its own.
+"""Convolutions of the Triton backend with every buffer poisoned, beside sums in float64; no tests of its own.
 
 Runs on a GPU as it is, and on a CPU where TRITON_INTERPRET=1 was set before Triton was imported.
 """
@@ -92,27 +92,26 @@ def run(case: Case, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def expected(case: Case, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The same by torch's convolution and autograd in float64, fragment by fragment."""
-    double = {n: None if t is None else t.detach().double().cpu() for n, t in made.items()}
-    x, weight, history = (double[n].requires_grad_() for n in ("x", "weight", "history"))
+    """The same in float64 by shifted sums and autograd, fragment by fragment, on the tensors' own device."""
+    double = {n: None if t is None else t.detach().double() for n, t in made.items()}
+    x, weight = (double[n].requires_grad_() for n in ("x", "weight"))
     bias = None if double["bias"] is None else double["bias"].requires_grad_()
     P, W = case.width - 1, case.W
-    before = torch.zeros(len(case.fragments), P, W, dtype=torch.float64, requires_grad=True)
-    rows = before if not case.history else history + before
-    parts = []
+    before = torch.zeros(len(case.fragments), P, W, dtype=torch.float64, device=x.device)
+    before = (double["history"] if case.history else before).requires_grad_()
+    parts, last = [], []
     for f, (start, end) in enumerate(itertools.pairwise(case.bounds)):
-        if start == end:
-            continue
-        padded = torch.cat([rows[f], x[start:end]])
-        parts.append(F.conv1d(padded.T[None], weight[:, None], bias, groups=W)[0].T)
+        padded = torch.cat([before[f], x[start:end]])
+        z = sum(weight[:, j] * padded[j : j + end - start] for j in range(case.width))
+        parts.append(z if bias is None else z + bias)
+        kept = min(P, end - start)
+        if case.history and kept:  # what later fragments add to the last rows
+            last.append((x[end - kept : end] * double["tails"][f, P - kept :]).sum())
     y = torch.cat([*parts, x[case.bounds[-1] :] * 0])
-    y = F.silu(y) if case.silu else y
-    loss = (y * double["dy"]).sum()
-    for f, (start, end) in enumerate(itertools.pairwise(case.bounds)):
-        for back in range(1, min(P, end - start) + 1):  # what later fragments add to the last rows
-            loss = loss + (x[end - back] * double["tails"][f, P - back]).sum() if case.history else loss
-    loss.backward()
-    used = made["used"].cpu()
+    past = torch.arange(case.num_tokens, device=x.device) >= case.bounds[-1]
+    y = torch.where(past[:, None], 0, F.silu(y) if case.silu else y)
+    ((y * double["dy"]).sum() + sum(last)).backward()
+    used = made["used"]
     dhistory = torch.where((used >= 0)[:, None, None], before.grad[used.clamp(min=0)], 0)
     found = {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, "dhistory": dhistory}
     return found if bias is None else found | {"dbias": bias.grad}
@@ -120,7 +119,7 @@ def expected(case: Case, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Root mean square of the error over that of `want` (over 1e-30, where `want` is zero); NaN stays NaN."""
-    got = got.double().cpu()
+    got = got.double()
     return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
 
 
