@@ -28,6 +28,10 @@ log = logging.getLogger("inductor_passes")
 SLOT = "joint_custom_pre_pass"
 WATCH_SLOT = "joint_custom_post_pass"
 
+REPLACED = (
+    "torch._inductor.config.joint_custom_pre_pass does not contain the pass of inductor_passes: what is compiled, or "
+    "taken from a cache, keeps the unpacked backward. Use inductor_passes.manager.chain(your_pass), or backend='gdn'."
+)
 REMEDY = (
     "torch._inductor.config.joint_custom_pre_pass was set after inductor_passes was installed, and the new value does "
     "not contain its pass: {calls} call(s) of {ops} keep the unpacked backward. Set it before importing the package "
@@ -88,10 +92,15 @@ class PassManager(_Singleton):
 
 
 class Watch(_Singleton):
-    """Sits in the post-pass slot and says, once, if a later setting dropped the manager from the pre-pass slot."""
+    """Sits in the post-pass slot and says, once, if a later setting dropped the manager from the pre-pass slot.
+
+    On a cache hit no pass runs, and the graph is not to be had. But Inductor asks every slot for its `uuid()` then, so
+    that much is said (at INFO level, since the graph may hold no call): the pass was not in its slot.
+    """
 
     def __init__(self) -> None:
         self._said = False
+        self._said_on_lookup = False
         self._lock = threading.Lock()
 
     def __call__(self, graph: Graph) -> None:
@@ -111,6 +120,13 @@ class Watch(_Singleton):
 
     def uuid(self) -> Any:
         """What Inductor's and AOTAutograd's caches are keyed by."""
+        from torch._inductor import config
+
+        if settings.current().enabled and manager not in _as_passes(getattr(config, SLOT)):
+            with self._lock:
+                said, self._said_on_lookup = self._said_on_lookup, True
+            if not said:
+                log.info(REPLACED)
         return identity()
 
     def __reduce__(self) -> Any:

@@ -221,59 +221,57 @@ def test_unknown_setting_is_refused():
         pass
 
 
+def test_replaced_slot_is_said_when_a_cache_is_asked(caplog):
+    """What is left to say on a cache hit, where no pass runs."""
+    watch = manager.Watch()
+    with caplog.at_level(logging.INFO, "inductor_passes"):
+        watch.uuid()
+        assert not caplog.records
+        with inductor_config.patch(joint_custom_pre_pass=Mine()):
+            assert watch.uuid() == watch.uuid() == manager.manager.uuid()
+    assert [record.getMessage() for record in caplog.records] == [manager.REPLACED]
+
+
 # ---- fresh processes
-SCRIPT = """
-import sys
-import torch
-assert "torch._inductor.config" not in sys.modules
-import inductor_passes
-inductor_passes.install()
-assert "torch._inductor.config" not in sys.modules, "installing must not load Inductor"
-import tests.inductor_passes.toy_attention as toy
-version = sys.argv[1]
-if version != "1":
-    from inductor_passes import registry
-    registry.unregister(toy.VARIANT)
-    import dataclasses
-    registry.register(dataclasses.replace(toy.VARIANT, fingerprint=version))
-toy.FACTOR = 3 if version == "formula" else 1
-toy.SCORES_PADDING = 2 if version == "fake" else 0
-def f(row, g):
-    q, k, v = row.unflatten(-1, (3, 2, 4)).unbind(2)
-    return toy.toy(q, k, v, g)
-row = torch.arange(144.0).view(1, 6, 24).sin().requires_grad_()
-(torch.compile(f)(row * 1, torch.ones(1, 6, 2))).sum().backward()
-from torch._dynamo.utils import counters
-print("RESULT", row.grad.double().sum().item(), inductor_passes.counters["packed"],
-      counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
-"""
+SCRIPT = Path(__file__).with_name("fresh_process.py")
 
 
-def in_fresh_process(version, cache, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+def in_fresh_process(*what, **environment):
+    """By name of each compilation: the gradient's sum, calls packed, cache hits; and what the process logged."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, version], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(SCRIPT), *what], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    line = next(line for line in run.stdout.splitlines() if line.startswith("RESULT"))
-    total, packed, aot_hits, fx_hits = line.split()[1:]
-    return float(total), int(packed), int(aot_hits) + int(fx_hits)
+    found = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    return {name: (float(total), int(packed), int(hits)) for name, total, packed, hits in found}, run.stderr
 
 
 @pytest.mark.slow
-def test_no_stale_code_between_processes_that_share_a_cache(tmp_path):
-    first, packed, hits = in_fresh_process("1", tmp_path)
-    assert (packed, hits) == (1, 0), "the first call of a process, compiled, is packed"
-    again, packed, hits = in_fresh_process("1", tmp_path)
-    assert again == first
-    assert hits > 0, "the cache is warm, and used"
-    assert packed == 0, "the rewritten graph itself is what was cached"
-    upgraded, packed, hits = in_fresh_process("formula", tmp_path)
-    assert (packed, hits) == (1, 0)
-    assert upgraded == pytest.approx(3 * first), "the new formula runs, not the cached old one"
-    upgraded, packed, hits = in_fresh_process("fake", tmp_path)
-    assert (packed, hits) == (1, 0)
-    assert upgraded == first, "code for the old shapes would have failed"
+def test_processes_that_share_a_cache(tmp_path):
+    """The first call of a process, compiled, is packed; a warm cache is used; no code is stale; all is reported."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_LOGS": "inductor_passes"}
+    trace = tmp_path / "trace"
+    first, log = in_fresh_process("same", "dropped", TORCH_TRACE=str(trace), **cache)
+    total, *rest = first["same"]
+    assert rest == [1, 0]
+    assert first["dropped"] == (pytest.approx(total), 0, 0)
+    table = ["toy::attention", "yes", "packed", "fresh_process.py:"]
+    assert any(all(word in line for word in table) for line in log.splitlines()), log
+    assert "1 of 1 packed" in log
+    assert "inductor_passes.manager.chain(your_pass)" in log, "the pass was dropped, and calls were in the graph"
+    traced = "".join(path.read_text() for path in trace.iterdir())
+    assert '"inductor_passes_report"' in traced
+    assert "1 of 1 packed" in traced
+
+    second, log = in_fresh_process("same", "dropped", "formula", "fake", **cache)
+    assert second["same"][:2] == (total, 0), "the rewritten graph itself is what was cached"
+    assert second["same"][2] > 0, "the cache is warm, and used"
+    assert second["dropped"][2] > 0
+    assert manager.REPLACED in log
+    # Only the new formula's gradient is three times the old one; code for the old fake's shapes would have failed.
+    assert second["formula"] == (pytest.approx(3 * total), 1, 0)
+    assert second["fake"] == (total, 1, 0)
 
 
 def test_switched_off_by_the_environment():
