@@ -76,7 +76,7 @@ def conv_bwd(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dx [T,W], dweight [W,width], dbias [W], each in its input's dtype.
 
-    `tails` [F,P,W]: what later fragments' tokens add to the last rows of each fragment, newest last; zero rows for none.
+    `tails` [F,P,W]: what later fragments' tokens add to each fragment's last rows, newest last; zero rows for none.
     """
     acc = accumulator_dtype(x.dtype)
     row, taps, before = x.to(acc), weight.to(acc), history.to(acc)

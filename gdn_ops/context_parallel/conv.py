@@ -4,8 +4,8 @@
     backward   causal_conv1d_bwd_history (gradients of the rows that came) -> all-gather -> halo_return (what the
                others' tokens add to this rank's last rows) -> gdn::causal_conv1d_bwd, which adds that before it rounds
 
-One op each way goes from the packed row to the packed row, SiLU inside. A fragment shorter than width - 1 passes on rows
-of the ones before it, so rows are found by the partition's own plan. No history is a tensor with zero rows.
+One op each way goes from the packed row to the packed row, SiLU inside. A fragment shorter than width - 1 passes on
+rows of the ones before it, so rows are found by the partition's own plan. No history is a tensor with zero rows.
 """
 
 from typing import Any
@@ -197,14 +197,14 @@ class _Conv(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             history = _history(x, weight.shape[1] - 1, cu_seqlens, segments, found, ranks)
             y = torch.ops.gdn.causal_conv1d_fwd.default(x, weight, bias, history, cu_seqlens, silu=silu)
-        ctx.save_for_backward(x, weight, bias, history, cu_seqlens, segments, *halo)
+        ctx.save_for_backward(x, weight, bias, history, cu_seqlens, *halo)
         ctx.meta = silu, ranks
         return y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, saved: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, history, cu_seqlens, segments, *halo = saved
+        x, weight, bias, history, cu_seqlens, *halo = saved
         silu, ranks = ctx.meta
         with torch._C._AutoDispatchBelowAutograd():
             tails = _tails(dy, x, weight, bias, history, cu_seqlens, silu, Halo(*halo) if halo else None, ranks)

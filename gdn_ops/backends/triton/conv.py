@@ -13,6 +13,9 @@ Tokens lie flat, [T,W]: x at any token stride, all else dense. dweight and dbias
 depends on the shape only: per program, then over programs. Grid: cdiv(T, TOKENS) * cdiv(W, BW) programs.
 """
 
+# Registers of a walk are tuples that grow while they are built, which Python's types cannot say.
+# mypy: disable-error-code="assignment, var-annotated"
+
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -496,7 +499,7 @@ def conv_bwd(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dx [T,W], dweight [W,width], dbias [W], each in its input's dtype.
 
-    `tails` [F,P,W]: what later fragments' tokens add to the last rows of each fragment, newest last; zero rows for none.
+    `tails` [F,P,W]: what later fragments' tokens add to each fragment's last rows, newest last; zero rows for none.
     """
     T, W = x.shape
     width = weight.shape[1]
