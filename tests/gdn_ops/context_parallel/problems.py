@@ -1,7 +1,11 @@
 """Random batches, their float64 answer, and how far a float32 computation may be from it."""
 
-import torch
+import functools
 
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import gdn_ops
 from gdn_ops import reference
 from gdn_ops.context_parallel.emulation import RankInputs, emulate
 
@@ -28,7 +32,7 @@ def batch(cu_seqlens, seed=0, dtype=torch.float32, gate=True, g=None):
 
     row = randn(1, T, W) * 0.5
     if not gate:  # no norm in the op: keep k short, so that the recurrence does not grow
-        row = row * 0.4
+        row = row * (0.4 * (16 / D) ** 0.5)
     tensors = {
         "row": row.to(dtype),
         "g": randn(1, T, HV) if gate else -torch.rand(1, T, HV, generator=gen) * 0.2,
@@ -59,7 +63,7 @@ def weights(part, seed=1):
 
 
 def answer(part, tensors, options):
-    """o, final states and all gradients by the float64 recurrence."""
+    """o, final states and all gradients by the float64 recurrence, on the tensors' device."""
     leaves = {name: x.double().requires_grad_() for name, x in tensors.items()}
     gate = (
         {"use_gate_in_kernel": True, "A_log": leaves["A_log"], "dt_bias": leaves["dt_bias"]}
@@ -68,36 +72,61 @@ def answer(part, tensors, options):
     )
     o, final = reference.chunk_gated_delta_rule(
         *split(leaves["row"]), leaves["g"], leaves["beta"], initial_state=leaves["initial_state"],
-        cu_seqlens=torch.tensor(part.cu_seqlens), **options, **gate,
+        cu_seqlens=torch.tensor(part.cu_seqlens, device=leaves["row"].device), **options, **gate,
     )  # fmt: skip
-    w_o, w_final = weights(part)
+    w_o, w_final = (w.to(o.device) for w in weights(part))
     loss = (o * w_o).sum() + (final * w_final).sum()
     loss.backward()
     grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
     return {"o": o.detach(), "final_state": final.detach(), **grads}
 
 
-def on_ranks(part, tensors, options, form="plain", save="solve"):
-    """The same by all ranks emulated in this process; local results put together again."""
+def checkpointed(way):
+    """The three ways to call a function of tensors: "direct", "checkpoint", "selective" (keeps the exchange)."""
+    if way == "direct":
+        return lambda function, *args: function(*args)
+    if way == "checkpoint":
+        return functools.partial(checkpoint, use_reentrant=False)
+    context_fn = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn)
+
+
+def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", hooks=False):
+    """The same by all ranks emulated in this process; local results put together again.
+
+    hooks: hooks and retain_grad on each rank's q, k and v that change nothing.
+    """
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    inputs, tokens = [], ("row", "g", "beta")
+    inputs, tokens, retained = [], ("row", "g", "beta"), []
     for rank in range(part.num_ranks):
         local = {n: part.shard(x, rank) if n in tokens else x for n, x in leaves.items()}
         row = local.pop("row")
         operands = (row, None, None) if form == "packed" else split(row)
         if form == "contiguous":
             operands = tuple(x.contiguous() for x in operands)
+        if hooks:
+            operands[0].register_hook(lambda grad: grad * 1)
+            operands[1].retain_grad()
+            operands[2].register_hook(lambda grad: grad.clone())
+            retained.append(operands[1])
         inputs.append(
             RankInputs(
                 *operands, local["g"], local["beta"], local["initial_state"], local.get("A_log"), local.get("dt_bias")
             )
         )
-    results = emulate(part, inputs, heads=HEADS if form == "packed" else None, save=save, **options)
+    widths = len(RankInputs._fields)
+
+    def function(*flat):
+        ranks = [RankInputs(*flat[i : i + widths]) for i in range(0, len(flat), widths)]
+        return emulate(part, ranks, heads=HEADS if form == "packed" else None, save=save, **options)
+
+    results = checkpointed(way)(function, *(x for rank in inputs for x in rank))
     o = part.unshard([o for o, _ in results])
     final = sum(last for _, last in results)
     w_o, w_final = weights(part)
     ((o * w_o.to(o.device)).sum() + (final * w_final.to(o.device)).sum()).backward()
     grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    assert all(k.grad is not None for k in retained)
     return {"o": o.detach(), "final_state": final.detach(), **grads}
 
 

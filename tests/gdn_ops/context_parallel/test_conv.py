@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gdn_ops
+import gdn_ops.settings
 from gdn_ops.context_parallel import causal_conv1d, partition
 
 W = 12
@@ -117,6 +119,35 @@ def test_low_precision_computes_in_float32(dtype):
     assert all(x.dtype == dtype for x in result)
 
 
+def test_the_backend_that_is_asked_for_never_falls_back():
+    x, weight = torch.zeros(1, 4, W), torch.zeros(W, 4)
+    with gdn_ops.settings.configure(backend="triton"), pytest.raises(NotImplementedError, match="triton: device cpu"):
+        causal_conv1d(x, weight)
+
+
+def test_copies_are_counted():
+    x, weight = torch.randn(1, W, 40).transpose(1, 2).requires_grad_(), torch.randn(W, 4)
+    gdn_ops.reset_stats()
+    causal_conv1d(x, weight).sum().backward()
+    stats = gdn_ops.stats()
+    assert (stats.input_copies, stats.gradient_copies) == (2, 1)
+    wide = torch.randn(1, 40, W + 9)[..., 4 : W + 4].requires_grad_()
+    gdn_ops.reset_stats()
+    causal_conv1d(wide, weight).backward(torch.randn(1, 40, W))
+    assert gdn_ops.stats().input_copies == gdn_ops.stats().gradient_copies == 0
+
+
+def test_a_document_with_nan_spoils_no_other():
+    data = problem(30, 4)
+    cu_seqlens = torch.tensor([0, 9, 19, 30])
+    clean = found(lambda *t: causal_conv1d(*t, cu_seqlens=cu_seqlens), **data)
+    data["x"][:, 9:19] = data["grad"][:, 9:19] = float("nan")
+    dirty = found(lambda *t: causal_conv1d(*t, cu_seqlens=cu_seqlens), **data)
+    for part in (slice(0, 9), slice(19, 30)):
+        assert torch.equal(clean[0][:, part], dirty[0][:, part])
+        assert torch.equal(clean[1][:, part], dirty[1][:, part])
+
+
 def test_errors():
     x, weight = torch.zeros(1, 4, W), torch.zeros(W, 4)
     for wrong in (torch.zeros(W, 1), torch.zeros(W, 9), torch.zeros(W + 1, 4), torch.zeros(W, 1, 4)):
@@ -148,3 +179,22 @@ def test_no_document_gives_zeros():
     y.sum().backward()
     assert not y.any()
     assert not x.grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-7), (torch.float32, 1e-6)])
+def test_gpu_pieces_are_as_whole_documents(dtype, tolerance):
+    """Halo rows, and gradients that go back over them, in the GPU's kernels; one rank stands for all."""
+    part = partition([0, 100, 700], fragments=[[(1, 50, 550), (0, 2, 98), (1, 0, 50), (0, 0, 2)]])
+    data = {name: x.cuda() for name, x in problem(700, 4, dtype).items()}
+    context, cu_seqlens = part.context(0, device="cuda"), torch.tensor([0, 100, 700], device="cuda")
+    whole = found(lambda *t: causal_conv1d(*t, cu_seqlens=cu_seqlens), **data)
+
+    def function(x, weight, bias):
+        return part.unshard([causal_conv1d(part.shard(x, 0), weight, bias, cp_context=context)])
+
+    pieces = found(function, **data)
+    assert torch.equal(whole[0], pieces[0])
+    assert close(pieces[1:], [x.double() for x in whole[1:]], tolerance)
+    assert all(torch.equal(a, b) for a, b in zip(pieces, found(function, **data), strict=True))
+    assert close(whole, [x.cuda() for x in answer([0, 100, 700], **{n: x.cpu() for n, x in data.items()})], tolerance)
