@@ -32,6 +32,7 @@ class Spelling:
     extra: str = ""
     grouped: bool = False
     copies: int = 0
+    rows_made: int = 0
     dynamic: bool = True
     exact: bool = True
 
@@ -152,7 +153,7 @@ def two_steps_heads(row):
 
 
 # ---- F3: channel first
-@spelling()
+@spelling(copies=3)
 def channel_first_transposed(row):
     return heads(*parts(row.transpose(1, 2).contiguous().transpose(1, 2)))
 

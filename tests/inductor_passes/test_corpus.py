@@ -1,4 +1,4 @@
-"""Call sites of real model families on the real op: nothing is left between the op and the row's gradient."""
+"""Call sites of real model families, and whole models: nothing is left between the op and the row's gradient."""
 
 import importlib.util
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
+import gdn_ops
 from inductor_passes import inspection, pipeline
 from inductor_passes.moves import MOVES
 from tests.inductor_passes.corpus import SITES, Weights
@@ -81,40 +82,85 @@ def test_site(name):
         assert stages["after"] == []
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-def test_transformers_own_layer_patched_at_the_op_alone(kind):
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "use_cache": False,
+}
+
+
+def transformers_model(kind):
+    """A whole language model of transformers, as installed, in float64."""
     import transformers
 
-    from gdn_ops.integrations import transformers as integration
-
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "num_hidden_layers": 1,
-        "layer_types": ["linear_attention"],
-    }
     torch.manual_seed(0)
     if kind == "qwen3_5":
-        module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-        layer = module.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(**sizes), 0)
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
     else:
-        module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-        layer = module.Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**sizes), 0)
-    torch._dynamo.reset()
-    integration.patch(module)
+        mixture = {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0, 1, 2],
+        }
+        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SIZES, **mixture))
+    return model.double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_transformers_own_model_patched_at_the_op_alone(kind):
+    from gdn_ops.integrations import transformers as integration
+
+    model = transformers_model(kind)
+    ids = torch.randint(SIZES["vocab_size"], (2, 70))
+
+    def loss(model, ids):
+        logits = model(input_ids=ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    graphs, reports, results = [], [], []
+
+    def keep(graph, stage):
+        graphs.append((stage, leftovers(graph)))
+
+    integration.patch(model)
     try:
-        report = inspection.explain(layer, torch.randn(2, 70, 32), strict=True)
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model.zero_grad(set_to_none=True)
+            f = loss
+            if compiled:
+                f = torch.compile(loss, backend=inspection.eager_backend(reports.append), fullgraph=True)
+                pipeline.observers.append(keep)
+            copies = gdn_ops.stats().input_copies
+            try:
+                value = f(model, ids)
+                value.backward()
+            finally:
+                if compiled:
+                    pipeline.observers.remove(keep)
+            results.append([value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert gdn_ops.stats().input_copies == copies, "no operand is copied by the op"
     finally:
-        integration.unpatch(module)
-    (call,) = report.calls
-    assert call.reason == "packed", report
-    assert f"modeling_{kind}.py:" in call.location
+        integration.unpatch(model)
+    assert len(results[0]) > 1 + len(list(model.parameters())) // 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # their gates are float32
+    (report,) = reports
+    assert [(call.reason, call.rows_made) for call in report] == [("packed", 1)] * 2, report
+    assert all(f"modeling_{kind}.py:" in call.location for call in report)
+    stages = dict(graphs)
+    assert stages["before"], "there was something to remove"
+    assert stages["after"] == []

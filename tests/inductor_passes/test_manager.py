@@ -87,18 +87,50 @@ def test_users_list_of_passes_is_chained():
         assert inductor_config.joint_custom_pre_pass.passes == (first, second, manager.manager)
 
 
-def test_users_passes_in_every_slot():
-    slots = [
-        "joint_custom_pre_pass",
-        "joint_custom_post_pass",
-        "post_grad_custom_pre_pass",
-        "post_grad_custom_post_pass",
-    ]
-    passes = {slot: Mine(slot) for slot in slots}
+def seen_by(log, slot):
+    """A pass of the user's that notes which backward op it finds."""
+
+    def look(graph):
+        names = {str(node.target) for node in graph.nodes}
+        log.append((slot, [name for name in ("attention_bwd", "attention_bwd_row") if f"toy.{name}.default" in names]))
+
+    return look
+
+
+class Cacheable(CustomGraphPass):
+    """The same as a pass with an identity."""
+
+    def __init__(self, log, slot):
+        self.look, self.slot = seen_by(log, slot), slot
+
+    def __call__(self, graph):
+        self.look(graph)
+
+    def uuid(self):
+        return self.slot
+
+
+@pytest.mark.parametrize("kind", ["functions", "passes with uuid", "lists"])
+def test_users_passes_in_every_slot_run_in_a_fixed_order(kind):
+    log = []
+    make = Cacheable if kind == "passes with uuid" else seen_by
+    slots = ["joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass",
+             "post_grad_custom_post_pass"]  # fmt: skip
+    passes = {slot: make(log, slot) for slot in slots}
+    passes["pre_grad_custom_pass"] = seen_by(log, "pre_grad_custom_pass")
+    if kind == "lists":  # torch 2.11 takes none, but the two slots that are chained do
+        for slot in slots[:2]:
+            passes[slot] = [Cacheable(log, slot), seen_by(log, slot)]
     with inductor_config.patch(passes):
         manager.attach(inductor_config)
         assert train()[1] == 1
-    assert {slot: one.calls > 0 for slot, one in passes.items()} == dict.fromkeys(slots, True)
+    times = 2 if kind == "lists" else 1
+    dense, row = ["attention_bwd"], ["attention_bwd_row"]
+    expected = [("pre_grad_custom_pass", [])]
+    expected += [("joint_custom_pre_pass", dense)] * times + [("joint_custom_post_pass", row)] * times
+    for graph in ([], row):  # the forward's graph and the backward's
+        expected += [("post_grad_custom_pre_pass", graph), ("post_grad_custom_post_pass", graph)]
+    assert log == expected, "the user's passes first, then this package's, then the later slots"
 
 
 def test_dropped_pass_is_said_once_with_the_remedy(caplog):

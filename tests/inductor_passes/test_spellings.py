@@ -38,23 +38,36 @@ def assert_same(a, b, exact=True):
         torch.testing.assert_close(x, y, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-@pytest.mark.parametrize("graph", ["decomposed", "as_traced", "dynamic"])
-def test_spelling(name, graph):
+def check(name, call):
     spelling = SPELLINGS[name]
-    dynamic = graph == "dynamic"
-    how = {"decompositions": graph != "as_traced", "dynamic": dynamic}
-    on, reports = compiled_step(name, **how)
-    assert len(reports) == 1, "one graph, one compilation"
-    (call,) = reports[0].calls
-    if graph == "decomposed":  # what Inductor sees; elsewhere eager's whole numbers are the same bits
-        off, _ = compiled_step(name, enabled=False, **how)
-        assert_same(off, on)
-    if spelling.extra != "returned":  # what a compiled function's output gets as .grad is not what eager's gets
-        assert_same(eager_step(name, dynamic=dynamic), on, spelling.exact)
-    if dynamic and not spelling.dynamic:
-        return
     assert ("".join(call.operands), call.reason) == (spelling.packed, spelling.reason), call
+    assert call.packed == (spelling.reason == "packed")
     assert call.grouped_heads == spelling.grouped
     assert call.copies_removed == spelling.copies
+    assert call.rows_made == spelling.rows_made
     assert (call.saved_bytes > 0) == bool(spelling.packed)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_same_bits_on_and_off(name):
+    """Static sizes, with Inductor's decompositions: what Inductor sees."""
+    spelling = SPELLINGS[name]
+    on, reports = compiled_step(name)
+    (call,) = reports[0].calls
+    check(name, call)
+    off, _ = compiled_step(name, enabled=False)
+    assert_same(off, on)
+    if spelling.extra != "returned":  # what a compiled function's output gets as .grad is not what eager's gets
+        assert_same(eager_step(name), on, spelling.exact)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_as_traced_with_dynamic_sizes(name):
+    """Symbolic sizes, without decompositions: what other compilers may see. Whole numbers, so eager has the bits."""
+    spelling = SPELLINGS[name]
+    on, reports = compiled_step(name, decompositions=False, dynamic=True)
+    assert len(reports) == 1, "one compilation for two batch sizes and lengths"
+    if spelling.extra != "returned":
+        assert_same(eager_step(name, dynamic=True), on, spelling.exact)
+    if spelling.dynamic:
+        check(name, *reports[0].calls)

@@ -1,0 +1,77 @@
+"""Repeated heads become the op's own: the switch, the accuracy, and near-misses that stay."""
+
+import pytest
+import torch
+
+import inductor_passes
+from inductor_passes import pipeline
+from inductor_passes.inspection import eager_backend
+from tests.inductor_passes.spellings import HV, WIDTH, H, heads, parts
+from tests.inductor_passes.toy_attention import toy
+
+R = HV // H
+
+
+def repeated(x, times=R):
+    return x.repeat_interleave(times, dim=2)
+
+
+def run(prepare, dtype=torch.float64, **settings):
+    """Results, and the report's line, of a step with q, k, v prepared from a row's heads."""
+
+    def f(x, w, g):
+        return toy(*prepare(*heads(*parts(x @ w))), g)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    leaves = [torch.randn(s).to(dtype).requires_grad_() for s in ((2, 6, 16), (16, WIDTH), (2, 6, HV))]
+    reports = []
+    with inductor_passes.configured(**settings):
+        y = torch.compile(f, backend=eager_backend(reports.append), fullgraph=True)(*leaves)
+        y.backward(torch.arange(y.numel()).view_as(y).sin().to(dtype))
+    (call,) = reports[0].calls
+    return [y.detach(), *(leaf.grad for leaf in leaves)], call
+
+
+def both(q, k, v):
+    return repeated(q), repeated(k), v
+
+
+def test_folding_is_on_counted_said_and_can_be_switched_off():
+    before = pipeline.counters["grouped_heads"]
+    on, call = run(both)
+    assert (call.grouped_heads, call.reason, pipeline.counters["grouped_heads"]) == (True, "packed", before + 1)
+    off, call = run(both, grouped_heads=False)
+    assert (call.grouped_heads, call.operands, pipeline.counters["grouped_heads"]) == (False, ("v",), before + 1)
+    assert "the gradient of q goes through aten.sum" in call.detail
+    for a, b in zip(on, off, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_do_not_get_worse(dtype):
+    exact, _ = run(both)
+    on, call = run(both, dtype)
+    assert call.grouped_heads
+    off, _ = run(both, dtype, grouped_heads=False)
+    for truth, a, b in zip(exact, on, off, strict=True):
+        ours, theirs = (((x.double() - truth).norm() / truth.norm()).item() for x in (a, b))
+        assert ours <= 1.5 * theirs + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda q, k, v: (repeated(q), k.repeat(1, 1, R, 1), v),
+        lambda q, k, v: (repeated(q) * 2, repeated(k), v),
+        lambda q, k, v: (repeated(q), repeated(k[:, :, :1], HV), v),
+        lambda q, k, v: (repeated(q), repeated(k) + 0 * v[..., :1], v),
+    ],
+    ids=["k is tiled", "q is scaled behind", "factors differ", "k is computed behind"],
+)
+def test_near_misses_stay(prepare):
+    on, call = run(prepare)
+    assert not call.grouped_heads
+    off, _ = run(prepare, grouped_heads=False)
+    for a, b in zip(on, off, strict=True):
+        assert torch.equal(a, b)
