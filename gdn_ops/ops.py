@@ -37,7 +37,7 @@ _OPTIONS = (
     "float scale, bool use_qk_l2norm=False, bool use_beta_sigmoid=False, bool allow_neg_eigval=False, "
     "bool deterministic=True"
 )
-_SAVED = "Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, Tensor updates"
+_SAVED = "Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, Tensor updates, Tensor checkpoints"
 _QKV = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
 _HEADS = "int num_qk_heads, int num_v_heads, int head_dim"
 _LAYOUTS = "int[] q_layout, int[] k_layout, int[] v_layout"
@@ -203,7 +203,7 @@ def _targets(
 
 def _backward_call(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor,
+    norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, **options: Any,
 ) -> _Call:  # fmt: skip
@@ -211,7 +211,7 @@ def _backward_call(
         do,
         dfinal_state,
         Inputs(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias),
-        Saved(norms, gates, solve, scores, states, updates),
+        Saved(norms, gates, solve, scores, states, updates, checkpoints),
         Options(**options),
     )
 
@@ -379,8 +379,8 @@ def _backend_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     num_operands = 3 if "packed" in name else 5
     if name.endswith("fwd"):
         tensors = tuple(args)
-    else:  # without do, dfinal_state and the six saved tensors
-        tensors = (*args[2 : 2 + num_operands], *args[8 + num_operands :])
+    else:  # without do, dfinal_state and the saved tensors
+        tensors = (*args[2 : 2 + num_operands], *args[2 + num_operands + len(Saved._fields) :])
     if "packed" in name:
         tensors = (*_Heads.take(dict(kwargs)).views(tensors[0]), *tensors[1:])
     options = Options(**{field: kwargs[field] for field in Options._fields if field in kwargs})
@@ -422,8 +422,13 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "chunk_packed_bwd": (_chunk_packed_bwd, _chunk_packed_bwd_fake),
 }
 
+kernels: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {}
+"""What the dispatcher calls in the end, by op and device type; for calls that it would only pass on (`plain.py`)."""
+
 for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
     lib.define(_name + SCHEMAS[_name], tags=_TAGS)
-    lib.impl(_name, _on_cpu(_run), "CPU")
-    lib.impl(_name, _on_gpu(_name, _run), "CUDA")
+    kernels[_name, "cpu"] = _on_cpu(_run)
+    kernels[_name, "cuda"] = _on_gpu(_name, _run)
+    lib.impl(_name, kernels[_name, "cpu"], "CPU")
+    lib.impl(_name, kernels[_name, "cuda"], "CUDA")
     torch.library.register_fake(f"gdn::{_name}", _fake, lib=lib)

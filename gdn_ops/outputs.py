@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gdn_ops.shapes import CHUNK, Inputs, RowLayout, Saved, accumulator_dtype, sizes
+from gdn_ops.shapes import CHUNK, Inputs, RowLayout, Saved, accumulator_dtype, segment_rule, sizes
+
+_UNCUT_DEVICES = ("cpu",)
+_CUT_HEAD_SIZE = 128
+"""K and V of the calls whose documents a backend may cut into segments."""
 
 
 class Forward(NamedTuple):
@@ -23,6 +27,7 @@ class Forward(NamedTuple):
     scores: Tensor
     states: Tensor
     updates: Tensor
+    checkpoints: Tensor
 
     @property
     def saved(self) -> Saved:
@@ -42,7 +47,8 @@ class Forward(NamedTuple):
 def saved_matrices(returned: Saved, inputs: Inputs) -> Saved:
     """The saved tensors as backends take them, dense, from the form in which the op returned them."""
     s = sizes(inputs)
-    trailing = Saved((2, s.HK), None, (CHUNK, CHUNK), (CHUNK, CHUNK), (s.V, s.K), (s.V, CHUNK))
+    square, state = (CHUNK, CHUNK), (s.V, s.K)
+    trailing: tuple[tuple[int, int] | None, ...] = ((2, s.HK), None, square, square, state, (s.V, CHUNK), state)
     dense = (x.contiguous() for x in returned)
     return Saved(*(x if axes is None else x.unflatten(-1, axes) for x, axes in zip(dense, trailing, strict=True)))
 
@@ -76,7 +82,21 @@ def allocate_chunk_fwd(inputs: Inputs, *, output_final_state: bool, use_qk_l2nor
         scores=q.new_empty((chunks, s.HV, CHUNK, CHUNK)),
         states=q.new_empty((state_chunks, s.HV, s.V, s.K)),
         updates=q.new_empty((state_chunks, s.HV, s.V, CHUNK)),
+        checkpoints=q.new_empty((_checkpoint_rows(inputs, save), s.HV, s.V, s.K), dtype=acc),
     )
+
+
+def _checkpoint_rows(inputs: Inputs, save: str) -> int:
+    """NS: rows of `checkpoints`. What the Hopper backend supports decides, whichever GPU backend runs the call: the
+    compiler plans with this number before there is a device to ask."""
+    q, s = inputs.q, sizes(inputs)
+    fits = q.element_size() == 2 and s.K == s.V == _CUT_HEAD_SIZE
+    if q.device.type in _UNCUT_DEVICES or not fits or save not in ("solve", "states"):
+        return 0
+    rule = segment_rule(s)
+    if rule.is_split:
+        return 2 * rule.num_cuts
+    return rule.num_cuts if save == "solve" else 0
 
 
 def allocate_chunk_bwd(inputs: Inputs, packed: Sequence[bool] = (False, False, False)) -> Backward:

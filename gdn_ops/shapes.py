@@ -51,7 +51,8 @@ class Saved(NamedTuple):
     """What the forward kept for the backward; a tensor with zero rows was not kept.
 
     norms [B,T,2,HK] (1/|q|, 1/|k|); gates [NT,HV,C] (chunk-local cumulative log2 decay); solve, scores [NT,HV,C,C];
-    states [NT,HV,V,K] (transposed state at the chunk's start); updates [NT,HV,V,C].
+    states [NT,HV,V,K] (transposed state at the chunk's start); updates [NT,HV,V,C]; checkpoints [NS,HV,V,K] (transposed
+    states at cuts inside documents and, where segments run at once, then each segment's transition; `segment_rule`).
     """
 
     norms: Tensor
@@ -60,6 +61,7 @@ class Saved(NamedTuple):
     scores: Tensor
     states: Tensor
     updates: Tensor
+    checkpoints: Tensor
 
 
 class Sizes(NamedTuple):
@@ -87,6 +89,58 @@ def sizes(inputs: Inputs) -> Sizes:
         # Each document wastes less than one chunk, so this bounds sum(ceil(length / C)) whatever the lengths are.
         num_chunks = (T + CHUNK - 1) // CHUNK + N
     return Sizes(B, T, N, HK, HV, K, V, num_chunks)
+
+
+# ---- segments of documents
+#
+# A GPU runs a document's recurrence as one chain a value head, on one multiprocessor. These numbers say when documents
+# are cut into segments so that there are enough of them; docs/kernels_hopper.md, "Segments", has the figures.
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM). A constant, so that a call is cut the same way wherever it runs."""
+
+_SPLIT_CHAINS = 40
+"""Most documents times value heads for which forward and backward run on all segments at once."""
+
+_CHECKPOINT_CHAINS = 132
+"""Most documents times value heads for which the forward leaves states at cuts for the backward to start from."""
+
+_MOST_SEGMENTS = 16
+"""Of one document where they run at once: combining their states takes time with each."""
+
+_LEAST_SEGMENT_CHUNKS = 16
+"""Shorter ones would take longer to start than to run."""
+
+
+class SegmentRule(NamedTuple):
+    """How the documents of a call are cut.
+
+    chunks: about how long a segment is; num_cuts: most cuts inside documents, 0 if none is cut; is_split: whether all
+    segments run at once, forward and backward. If not, only what the backward computes again starts at the cuts.
+    """
+
+    chunks: int
+    num_cuts: int
+    is_split: bool
+
+
+def segment_rule(s: Sizes) -> SegmentRule:
+    """The rule of a call, from shapes alone: the lengths of its documents are known on the device only.
+
+    A document of c chunks becomes round(c / chunks) segments, at least one, so cuts take num_tokens // (64 * chunks)
+    rows at most, and that is at most `num_cuts`.
+    """
+    num_tokens, chains = s.B * s.T, s.N * s.HV
+    if chains == 0 or chains > _CHECKPOINT_CHAINS:
+        return SegmentRule(0, 0, False)
+    is_split = chains <= _SPLIT_CHAINS
+    if is_split:
+        segments = torch.sym_min(_MULTIPROCESSORS // s.HV, _MOST_SEGMENTS * s.N)
+    else:
+        segments = 3 * _MULTIPROCESSORS // s.HV
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    chunks = torch.sym_max((num_chunks + segments - 1) // segments, _LEAST_SEGMENT_CHUNKS)
+    return SegmentRule(chunks, torch.sym_min(segments, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS)), is_split)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

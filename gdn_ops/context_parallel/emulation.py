@@ -16,6 +16,7 @@ from gdn_ops.context_parallel.partition import Partition
 from gdn_ops.context_parallel.path import Call
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.shapes import Saved
 
 
 class RankInputs(NamedTuple):
@@ -66,6 +67,7 @@ class _Emulated(torch.autograd.Function):
         kept = saved
         tensors, rest = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
         told, states, saved = rest[: len(plans)], rest[len(plans) : 2 * len(plans)], rest[2 * len(plans) :]
+        count = len(Saved._fields)
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
             dos = [path.zero_output_gradient(c) if x is None else x for c, x in zip(calls, grads[::2], strict=True)]
@@ -77,7 +79,7 @@ class _Emulated(torch.autograd.Function):
             found: list[Tensor | None] = []
             for i, call in enumerate(calls):
                 dlast = path.received_gradients(call, heard[i], told[i], dfinals[i])
-                grad = path.backward(call, dos[i], dlast, states[i], tuple(saved[6 * i : 6 * i + 6]))
+                grad = path.backward(call, dos[i], dlast, states[i], tuple(saved[count * i : count * i + count]))
                 q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
                 found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[6:], found, strict=True)]

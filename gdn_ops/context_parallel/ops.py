@@ -3,7 +3,7 @@
     context_fwd           as gdn::chunk_fwd, for the fragments of one rank
     context_packed_fwd    as gdn::chunk_packed_fwd
 
-Both return `(o, final_state, <six saved>, states, told)`: the states that the rank's fragments started from, and what
+Both return `(o, final_state, <the saved>, states, told)`: the states that the rank's fragments started from, and what
 all ranks told. Given back as `received_states` and `received_told` they spare the exchange (activation recompute).
 The Autograd kernels call the small ops one by one, so a compiler's graph shows them and the collectives between them.
 """
@@ -35,7 +35,7 @@ _OPTIONS = (
 )
 _RESULTS = (
     "(Tensor o, Tensor final_state, Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, "
-    "Tensor updates, Tensor fragment_states, Tensor told)"
+    "Tensor updates, Tensor checkpoints, Tensor fragment_states, Tensor told)"
 )
 SCHEMAS = {
     "context_fwd": f"(Tensor q, Tensor k, Tensor v, {_REST}{_OPTIONS}) -> {_RESULTS}",

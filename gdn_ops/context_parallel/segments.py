@@ -132,7 +132,7 @@ def _segment_summary_bwd(
         gradient_target(grad, None, None, x.shape[2], x.shape[3]) for grad, x in zip(out[:3], inputs[:3], strict=True)
     ]
     filled = out._replace(dq=targets[0], dk=targets[1], dv=targets[2])
-    backend_for(inputs, chosen).chunk_bwd(filled, do, end, inputs, Saved(*(none,) * 6), chosen)
+    backend_for(inputs, chosen).chunk_bwd(filled, do, end, inputs, Saved(*(none,) * len(Saved._fields)), chosen)
     told = _allocate_gradient_summary(k, v, segments)
     told.view(-1, HV, K, V).copy_(out.d_initial_state[::2])
     return told

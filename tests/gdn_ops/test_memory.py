@@ -17,6 +17,9 @@ def test_saved_bytes_of_the_main_shape():
     assert memory.saved_bytes(**MAIN, save="solve") == gates + 2 * square
     assert memory.saved_bytes(**MAIN, save="states") == gates + 2 * square + states
     assert memory.saved_bytes(**MAIN, save="solve", use_qk_l2norm=True) == gates + 2 * square + 32768 * 2 * 16 * 4
+    few = {**MAIN, "num_documents": 1}
+    cuts = 8 * 48 * 128 * 128 * 4
+    assert memory.saved_bytes(**few, save="solve") == (512 + 1) * 48 * (64 * 4 + 2 * 64 * 64 * 2) + cuts
     with settings.configure(save="inputs"):
         assert memory.saved_bytes(**MAIN) == 0
 

@@ -26,11 +26,11 @@ from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
 from gdn_ops.backends.hopper.reverse import reverse, summarise_reverse
 from gdn_ops.backends.hopper.scores import scores
-from gdn_ops.backends.hopper.segments import SegmentRule, combine, segment_rule
+from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
-from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, SegmentRule, Sizes, segment_rule, sizes
 
 HEAD_SIZE = 128
 
@@ -77,15 +77,17 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         return
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
-        rule = _rule(s)
+        rule = segment_rule(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
-        cut_states = _states_at_cuts(k, v, inputs, kept, s, chunks, rule)
+        kept_cuts = out.checkpoints if out.checkpoints.shape[0] > 0 else None
+        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, kept_cuts) if rule.is_split else None
         keep_states = save == "states"
         o = out.o.view(s.B * s.T, s.HV, s.V)
         forward(
             q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-            initial_state=inputs.initial_state, cut_states=cut_states, o=o,
+            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
+            checkpoints=None if rule.is_split else kept_cuts, o=o,
             final_state=out.final_state if out.final_state.numel() else None,
             states=out.states if keep_states else None, updates=out.updates if keep_states else None,
         )  # fmt: skip
@@ -109,14 +111,24 @@ def chunk_bwd(
         targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
-        rule = _rule(s)
+        rule = segment_rule(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
-        cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, s, chunks, rule)
+        cuts, cut_dstates = None, None
+        if saved.checkpoints.shape[0] > 0:
+            cuts = _Cuts.of(saved.checkpoints, rule)
+        elif rule.is_split and rule.num_cuts > 0:
+            cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None)
+        if cuts is not None and cuts.transitions is not None:
+            cut_dstates = torch.empty_like(cuts.states)
+            summarise_reverse(
+                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
+                dfinal_state=dfinal_state, cut_dstates=cut_dstates,
+            )  # fmt: skip
+            combine(cut_dstates, cuts.transitions, chunks.cuts, backwards=True)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         keep_states = saved.states.shape[0] > 0
-        cut_states = None if keep_states else _states_at_cuts(k, v, inputs, kept, s, chunks, rule)
         for heads in head_groups(s, keep_states):
             H = len(heads)
             if keep_states:
@@ -126,8 +138,8 @@ def chunk_bwd(
                 updates = q.new_empty((s.num_chunks, H, s.V, CHUNK))
                 forward(
                     q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-                    initial_state=inputs.initial_state, cut_states=cut_states, states=states, updates=updates,
-                    heads=heads,
+                    initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
+                    states=states, updates=updates, heads=heads,
                 )  # fmt: skip
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
@@ -142,7 +154,7 @@ def chunk_bwd(
                 options.scale, dq=dq, dk=dk, sums=sums, heads=heads,
             )  # fmt: skip
             epilogue(
-                sums, kept.factors, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, options, q.dtype,
+                sums, kept.factors, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, options,
                 dg=dg, dbeta=dbeta, parts=parts, heads=heads,
             )  # fmt: skip
             # Freed before the next group's are taken: the allocator then hands out the same memory again.
@@ -180,14 +192,17 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     address, which is copied.
     """
     s = sizes(inputs)
-    cuts = _rule(s).num_cuts
-    tables = (s.num_chunks * 4 + (s.N + cuts) * 8 + s.N * 2 + 2) * 4
+    rule = segment_rule(s)
+    tables = (s.num_chunks * 4 + (2 * s.N + rule.num_cuts) * 8 + s.N * 2 + 2) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
         prepared += s.B * s.T * 2 * s.HK * 4
-    # States at cuts and transitions; backwards their gradients too.
-    at_cuts = 2 * cuts * s.HV * s.K * s.V * 4 * (2 if backward and save != "states" else 1)
+    at_cuts = 0
+    if rule.is_split:
+        # Two for states and transitions unless they are saved; backwards one for the states' gradients.
+        tensors = (0 if save in ("solve", "states") else 2) + (1 if backward else 0)
+        at_cuts = tensors * rule.num_cuts * s.HV * s.K * s.V * 4
     total = tables + factors + at_cuts + (0 if save in ("solve", "states") else prepared)
     if backward:
         largest = max(len(heads) for heads in head_groups(s, save == "states"))
@@ -229,6 +244,7 @@ def _prepare(
             scores=q.new_empty((s.num_chunks, s.HV, CHUNK, CHUNK)),
             states=float32,
             updates=float32,
+            checkpoints=float32,
         )
     norm = kept.norms.view(s.B * s.T, 2, s.HK) if options.use_qk_l2norm else None
     num_factors = NUM_FACTORS if norm is None else NUM_FACTORS_NORM
@@ -236,7 +252,10 @@ def _prepare(
     if norm is not None and not have:
         norms(q, k, norm)
     g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
-    gates(g, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK, filled=have)
+    gates(
+        g, beta, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK,
+        filled=have, is_half=q.dtype == torch.float16,
+    )  # fmt: skip
     if not have:
         products = kept.gates.new_empty((s.num_chunks, s.HK, CHUNK, CHUNK))
         scores(q, k, norm, kept.gates, kept.scores, products, chunks, options)
@@ -247,41 +266,36 @@ def _prepare(
 # ---- segments
 
 
-def _rule(s: Sizes) -> SegmentRule:
-    return segment_rule(s.B * s.T, s.N, s.HV)
+class _Cuts(NamedTuple):
+    """Transposed states at cuts [NC,HV,V,K] and, where segments run at once, transitions [NC,HV,K,K] of the segments
+    before them."""
+
+    states: Tensor
+    transitions: Tensor | None
+
+    @staticmethod
+    def of(checkpoints: Tensor, rule: SegmentRule) -> "_Cuts":
+        """The parts of the saved tensor `checkpoints`."""
+        return _Cuts(checkpoints[: rule.num_cuts], checkpoints[rule.num_cuts :] if rule.is_split else None)
 
 
 def _states_at_cuts(
-    k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule
-) -> Tensor | None:
-    """The transposed state at each cut [NC,HV,V,K], or None if no document can be cut."""
+    k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule,
+    into: Tensor | None,
+) -> _Cuts | None:  # fmt: skip
+    """What segments that run at once start from, into the tensor that is saved if there is one; None without cuts."""
     if rule.num_cuts == 0:
         return None
-    states = kept.factors.new_empty((rule.num_cuts, s.HV, s.V, s.K))
-    transitions = kept.factors.new_empty((rule.num_cuts, s.HV, s.K, s.K))
+    if into is None:
+        into = kept.factors.new_empty((2 * rule.num_cuts, s.HV, s.V, s.K))
+    cuts = _Cuts.of(into, rule)
+    assert cuts.transitions is not None
     summarise_forward(
         k, v, kept.solve, kept.factors, chunks,
-        initial_state=inputs.initial_state, cut_states=states, transitions=transitions,
+        initial_state=inputs.initial_state, cut_states=cuts.states, transitions=cuts.transitions,
     )  # fmt: skip
-    combine(states, transitions, chunks.cuts, backwards=False)
-    return states
-
-
-def _gradients_at_cuts(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dfinal_state: Tensor | None, kept: _Prepared, s: Sizes,
-    chunks: Chunks, rule: SegmentRule,
-) -> Tensor | None:  # fmt: skip
-    """The gradient of the transposed state at each cut [NC,HV,V,K], or None if no document can be cut."""
-    if rule.num_cuts == 0:
-        return None
-    dstates = kept.factors.new_empty((rule.num_cuts, s.HV, s.V, s.K))
-    transitions = kept.factors.new_empty((rule.num_cuts, s.HV, s.K, s.K))
-    summarise_reverse(
-        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks,
-        dfinal_state=dfinal_state, cut_dstates=dstates, transitions=transitions,
-    )  # fmt: skip
-    combine(dstates, transitions, chunks.cuts, backwards=True)
-    return dstates
+    combine(cuts.states, cuts.transitions, chunks.cuts, backwards=False)
+    return cuts
 
 
 # ---- layouts

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.launch import launch
-from gdn_ops.backends.hopper.segments import SegmentRule
-from gdn_ops.shapes import CHUNK
+from gdn_ops.shapes import CHUNK, SegmentRule
 
 # Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, H heads,
 # D head size.
@@ -38,13 +37,15 @@ class Chunks(NamedTuple):
     table [NT,4]: first token, valid tokens (0: no such chunk), document, 0.
     segments [N+NC,8], those of the document with the longest segments first: first token, past the DOCUMENT's last
     token, first chunk, number of chunks, document (-1: no such segment), the cut it starts at (-1: the document's
-    start), the cut it stops at (-1: the document's end), 0. Without cuts a segment is a document.
+    start), the cut it stops at (-1: the document's end), the chunks between its document's cuts.
+    documents [N,8]: the same for whole documents, longest first.
     cuts [N,2]: a document's first cut and its number of cuts.
     totals [2]: chunks in use, tokens that belong to a document.
     """
 
     table: Tensor
     segments: Tensor
+    documents: Tensor
     cuts: Tensor
     totals: Tensor
 
@@ -71,7 +72,7 @@ def _cut(num_chunks, SEGMENT_CHUNKS):
 
 @triton.jit
 def _chunk_table_kernel(
-    cu_ptr, table_ptr, segments_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
+    cu_ptr, table_ptr, segments_ptr, documents_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
     HAS_CU: tl.constexpr, C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
@@ -83,6 +84,7 @@ def _chunk_table_kernel(
     before = 0
     cuts_before = 0
     place = 0
+    rank = 0
     for m0 in range(0, N, DOCS):
         m = m0 + tl.arange(0, DOCS)
         there = m < N
@@ -95,6 +97,8 @@ def _chunk_table_kernel(
         cuts_before += tl.sum(tl.where(earlier, m_pieces - 1, 0))
         ahead = (m_piece > piece) | ((m_piece == piece) & (m < n))
         place += tl.sum(tl.where(there & ahead, m_pieces, 0))
+        longer = (m_chunks > chunks) | ((m_chunks == chunks) & (m < n))
+        rank += tl.sum(tl.where(there & longer, 1, 0))
     rows = tl.arange(0, ROWS)
     if n < N:
         tl.store(cuts_ptr + n * 2, tl.minimum(cuts_before, NC))
@@ -111,7 +115,16 @@ def _chunk_table_kernel(
             # Boundaries that are none (overlapping documents) must not lead past the cuts' memory.
             tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1), mask=mask)
             tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, 0 * r, mask=mask)
+            tl.store(row_ptr + 7, piece + 0 * r, mask=mask)
+        document_ptr = documents_ptr + rank * 8
+        tl.store(document_ptr, first)
+        tl.store(document_ptr + 1, last)
+        tl.store(document_ptr + 2, before)
+        tl.store(document_ptr + 3, chunks)
+        tl.store(document_ptr + 4, n)
+        tl.store(document_ptr + 5, -1)
+        tl.store(document_ptr + 6, -1)
+        tl.store(document_ptr + 7, piece)
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
@@ -142,6 +155,7 @@ def chunk_table(
     chunks = Chunks(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
         segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
+        documents=like.new_empty((num_documents, 8), dtype=torch.int32),
         cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
     )

@@ -1,27 +1,25 @@
 """From row sums to the gradients of decay and write strength.
 
     dG_i   = q_i . dq_i + k_i . left_i - k_i . right_i
-    dg'_i  = sum of dG_j over j >= i in the chunk  +  factor_3 <S, dS> + sum over the chunk of k . right's state part
+    dg'_i  = sum of dG_j over j >= i in the chunk  +  factor_4 <S, dS> + sum over the chunk of k . right's state part
     dbeta'_i = (dv_i . v_i + k_i . left_i) / beta'_i
 
 The last line is dbeta = dy . e with dy = dv / beta the gradient of the updates before their strength is applied, and
 e = v - e^G k S - sum Gamma (k k^T) u written out, so that only v, exact, and short sums enter. At beta = 0 both the
 numerator and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to
-change any result in its dtype, enough for the quotient to be exact. The divisor is beta as the operands' dtype rounds
-it, which is the diagonal of the inverse: that rounding then cancels.
+change any result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3.
 
 Then the chain to what the caller gave: the gate's A_log and dt_bias, the sigmoid of beta.
 
 Grid: one program a chunk and block of value heads. dA_log and ddt_bias are summed over chunks afterwards, in order.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.chunks import Chunks
-from gdn_ops.backends.hopper.gates import kept_from_zero, softplus, write_strength
+from gdn_ops.backends.hopper.gates import softplus
 from gdn_ops.backends.hopper.gradients import (
     NUM_STATE_SUMS,
     NUM_SUMS,
@@ -56,7 +54,6 @@ def _epilogue_kernel(
     VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
     DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_HALF: tl.constexpr, IS_BFLOAT: tl.constexpr,
 ):  # fmt: skip
     i_c = tl.program_id(0)
     first = tl.load(table_ptr + i_c * 4)
@@ -73,7 +70,7 @@ def _epilogue_kernel(
     chunk_B = tl.sum(tl.load(sums_at + STATE * C, mask=mask, other=0.0), 1)
     mask_dot = mask_h[:, None] & (offs_c < DOTS)[None, :] & (valid > 0)
     dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_dot, other=0.0), 1)
-    end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 3 * C
+    end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 4 * C
     chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
     dlog_BC = tl.cumsum(gates_BC, 1, reverse=True) + chunk_B[:, None]
     at = (first + offs_c).to(tl.int64)[None, :] * HV + offs_h[:, None]
@@ -90,29 +87,24 @@ def _epilogue_kernel(
         tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
     tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
     values_BC = _sum_rows(sums_at, mask, 0, VALUES, C)
-    raw_beta_BC = tl.load(beta_ptr + at, mask=mask, other=1.0).to(tl.float32)
-    strength_BC = kept_from_zero(write_strength(raw_beta_BC, SIGMOID, DOUBLED), IS_HALF)
-    if IS_HALF:
-        strength_BC = strength_BC.to(tl.float16).to(tl.float32)
-    if IS_BFLOAT:
-        strength_BC = strength_BC.to(tl.bfloat16).to(tl.float32)
-    dbeta_BC = (values_BC + left_BC) / strength_BC
+    strength_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h)[:, None] * (FACTORS * C) + 3 * C + offs_c[None, :]
+    dbeta_BC = (values_BC + left_BC) / tl.load(strength_at, mask=mask, other=1.0)
     if DOUBLED:
         dbeta_BC *= 2.0
     if SIGMOID:
-        sigmoid_BC = tl.sigmoid(raw_beta_BC)
+        sigmoid_BC = tl.sigmoid(tl.load(beta_ptr + at, mask=mask, other=0.0).to(tl.float32))
         dbeta_BC *= sigmoid_BC * (1.0 - sigmoid_BC)
     tl.store(dbeta_ptr + at, dbeta_BC.to(dbeta_ptr.dtype.element_ty), mask=mask)
 
 
 def epilogue(
     sums: Tensor, factors: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    chunks: Chunks, options: Options, dtype: torch.dtype,
+    chunks: Chunks, options: Options,
     *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
     """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C].
 
-    With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias. `dtype` is the operands'.
+    With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias.
     """
     NT, HV = factors.shape[:2]
     H = len(heads)
@@ -123,6 +115,5 @@ def epilogue(
         VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, QUERIES=SUM_QUERIES.value,
         RIGHT=SUM_KEYS_RIGHT.value, STATE=SUM_KEYS_STATE.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
-        HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
-        IS_HALF=dtype == torch.float16, IS_BFLOAT=dtype == torch.bfloat16, num_warps=4,
+        HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, num_warps=4,
     )  # fmt: skip

@@ -3,10 +3,13 @@
 The state lives TRANSPOSED, S^T [V,K], in the tensor cores' accumulators, in float32. Per chunk, every product has the
 previous one's accumulator as its left operand (registers) and a TMA tile as its right one:
 
-    r^T = S^T k^T;  y^T = v^T - r^T * factor_0;  u^T = y^T A^T;
-    o^T = (S^T q^T) * factor_2 + u^T P^T;        S^T = factor_3 S^T + (u^T * factor_1) k
+    r^T = S^T k^T;  y^T = v^T - r^T * factor_0;  u^T = y^T * factor_3 + y^T A^T;
+    o^T = (S^T q^T) * factor_2 + u^T P^T;        S^T = factor_4 S^T + (u^T * factor_1) k
 
-so the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
+A's diagonal, the write strength, stays apart: it is by far A's largest part, and as an initial value of u's accumulator
+neither it nor y is rounded. That takes a third off the rounding error of everything.
+
+So the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
 warpgroups own a half of V each, a producer warp feeds both.
 
 A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `summarise_forward`
@@ -77,10 +80,10 @@ def _consume(
     half: gl.constexpr, states_desc, updates_desc, o_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -112,13 +115,18 @@ def _consume(
     if HAS_INITIAL:
         starts_here = everywhere & (start < 0) & (document >= 0)
         state_MK = gl.load(initial_ptr + state_at + transposed_at, mask=starts_here, other=state_MK)
-    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
     decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
         row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
         next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C))
+        if CHECKPOINTS:
+            # `stop` is the document's first cut here.
+            if (c > 0) & (c % cut_chunks == 0):
+                cut = stop + c // cut_chunks - 1
+                gl.store(cut_states_ptr + (cut.to(gl.int64) * HV + h) * (_D * _D) + natural_at, state_MK)
         rounded_MK = state_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -143,8 +151,8 @@ def _consume(
             r_MC = warpgroup_mma_wait(0, deps=[r_MC])
         y_MC = v_MC - r_MC * read_C
         u_MC = warpgroup_mma(
-            gl.convert_layout(y_MC.to(dtype), OPERAND_MC), solve_s.index(stage).permute((1, 0)), zero_MC,
-            use_acc=False, is_async=True,
+            gl.convert_layout(y_MC.to(dtype), OPERAND_MC), solve_s.index(stage).permute((1, 0)),
+            y_MC * factors.slice(3, 1).load(L_MC), is_async=True,
         )  # fmt: skip
         state_MK = state_MK * decay
         if OUTPUT:
@@ -186,7 +194,10 @@ def _consume(
         gl.store(cut_states_ptr + cut_at, state_MK, mask=reaches_cut & (is_transition == 0))
         gl.store(transitions_ptr + cut_at, state_MK, mask=reaches_cut & is_transition & (start >= 0))
     if HAS_FINAL:
-        gl.store(final_ptr + state_at + transposed_at, state_MK, mask=everywhere & (stop < 0) & (document >= 0))
+        ends_here = everywhere & (document >= 0)
+        if not CHECKPOINTS:
+            ends_here = ends_here & (stop < 0)
+        gl.store(final_ptr + state_at + transposed_at, state_MK, mask=ends_here)
     store_wait(0)
 
 
@@ -194,16 +205,16 @@ def _consume(
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -211,27 +222,27 @@ def _consume_low(
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr, cuts_ptr,
     q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
-    FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -252,6 +263,9 @@ def _forward_kernel(
     document = gl.load(segment_ptr + 4)
     start = gl.load(segment_ptr + 5)
     stop = gl.load(segment_ptr + 6)
+    cut_chunks = gl.load(segment_ptr + 7)
+    if CHECKPOINTS:
+        stop = gl.load(cuts_ptr + document * 2)
     first_value = first
     if SUMMARY:
         # A document's last segment hands on nothing, and what its first one starts from is known.
@@ -275,14 +289,14 @@ def _forward_kernel(
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
@@ -297,19 +311,21 @@ def _forward_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, cut_states: Tensor | None = None, o: Tensor | None = None,
-    final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
-    heads: range | None = None,
+    *, initial_state: Tensor | None, cut_states: Tensor | None = None, checkpoints: Tensor | None = None,
+    o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
+    updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
-    """Run the recurrence on every segment; q, k, v [T,H,D] at any addressable strides.
+    """Run the recurrence; q, k, v [T,H,D] at any addressable strides.
 
-    Reads initial_state [N,HV,K,V] and, where documents are cut, cut_states [NC,HV,V,K] (what `segments.combine` made).
-    Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; states [NT,HS,V,K] and updates [NT,HS,V,C], whose
-    heads are those of the range `heads` (all if left out).
+    Runs on documents or, given the states cut_states [NC,HV,V,K], on segments. Fills what is given: o [T,HV,V] and
+    final_state [N,HV,K,V]; the states at cuts, checkpoints [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and
+    updates [NT,HS,V,C], whose heads are those of the range `heads` (all if left out).
     """
+    assert cut_states is None or checkpoints is None
     _launch(
-        q, k, v, solve, scores, factors, chunks, initial_state, cut_states, None, o, final_state, states, updates,
-        range(v.shape[1]) if heads is None else heads, is_summary=False,
+        q, k, v, solve, scores, factors, chunks, initial_state, cut_states if checkpoints is None else checkpoints,
+        None, o, final_state, states, updates, range(v.shape[1]) if heads is None else heads,
+        is_summary=False, is_checkpointing=checkpoints is not None,
     )  # fmt: skip
 
 
@@ -321,7 +337,7 @@ def summarise_forward(
     rows) of the segment that stops at cut c."""
     _launch(
         k, k, v, solve, solve, factors, chunks, initial_state, cut_states, transitions, None, None, None, None,
-        range(v.shape[1]), is_summary=True,
+        range(v.shape[1]), is_summary=True, is_checkpointing=False,
     )  # fmt: skip
 
 
@@ -329,7 +345,9 @@ def _launch(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None, o: Tensor | None,
     final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *, is_summary: bool,
+    is_checkpointing: bool,
 ) -> None:  # fmt: skip
+    runs = chunks.documents if cut_states is None or is_checkpointing else chunks.segments
     HV = v.shape[1]
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     if states is not None and updates is not None:
@@ -340,16 +358,17 @@ def _launch(
         states_desc, updates_desc, HS = square, square, HV
     stand_in = factors
     launch(
-        _forward_kernel, (chunks.segments.shape[0] * len(heads) * (2 if is_summary else 1),),
+        _forward_kernel, (runs.shape[0] * len(heads) * (2 if is_summary else 1),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), square,
         tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
         factors, k if o is None else o, stand_in if initial_state is None else initial_state,
         stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
-        stand_in if transitions is None else transitions, chunks.segments,
+        stand_in if transitions is None else transitions, runs, chunks.cuts,
         q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0],
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
-        HAS_CUTS=cut_states is not None, SUMMARY=is_summary, HAS_INITIAL=initial_state is not None,
+        HAS_CUTS=cut_states is not None and not is_checkpointing, SUMMARY=is_summary, CHECKPOINTS=is_checkpointing,
+        HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

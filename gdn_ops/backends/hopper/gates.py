@@ -1,14 +1,15 @@
 """Decay and write strength: the chunk-local cumulative decay, and the factors that every later stage multiplies by.
 
     G_i = sum over j <= i of g'_j * log2(e), inside the chunk, float32          (saved as `gates` [NT,HV,C])
-    factors [NT,HV,4,C], float32:
+    factors [NT,HV,5,C], float32:
         0  2^G_i / |k_i|                    what a key reads from the state at the chunk's start
         1  2^(G_end - G_i) / |k_i|          what a key writes into the state at the chunk's end
         2  scale * 2^G_i / |q_i|            what a query reads
-        3  2^G_end                          how much of the state survives the chunk
+        3  beta'_i                          the diagonal of the inverse, which `solve` leaves out (see `forward`)
+        4  2^G_end, in its first number     how much of the state survives the chunk
     with norms 1 where `use_qk_l2norm` is off, and factors 0 for tokens past the document's end. With norms three more
-    rows, [NT,HV,7,C], let `gradients` get a decay and both its norms from one exponential:
-        4  G_i - log2 |k_i|                 5  G_i - log2 |q_i|                 6  G_i + log2 |k_i|
+    rows, [NT,HV,8,C], let `gradients` get a decay and both its norms from one exponential:
+        5  G_i - log2 |k_i|                 6  G_i - log2 |q_i|                 7  G_i + log2 |k_i|
 
 So the sequential kernels need no exponential, no mask and no normalised copy of q and k.
 Grid: one program a chunk and block of value heads.
@@ -26,8 +27,8 @@ from gdn_ops.shapes import CHUNK, Options
 
 # Letters: NT chunks, HV value heads, HK query/key heads, H value heads of one program, C chunk length, R = HV / HK.
 
-NUM_FACTORS = 4
-NUM_FACTORS_NORM = 7
+NUM_FACTORS = 5
+NUM_FACTORS_NORM = 8
 
 _HEADS = 16
 _LOG2_E = math.log2(math.e)
@@ -68,9 +69,10 @@ def kept_from_zero(beta, IS_HALF: tl.constexpr):
 
 @triton.jit
 def _gates_kernel(
-    g_ptr, A_log_ptr, dt_bias_ptr, norms_ptr, gates_ptr, factors_ptr, table_ptr, scale,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, norms_ptr, gates_ptr, factors_ptr, table_ptr, scale,
     HV: tl.constexpr, HK: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FROM_GATES: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+    SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, IS_HALF: tl.constexpr,
     LOG2_E: tl.constexpr, LEAST: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     i_c = tl.program_id(0)
@@ -111,29 +113,33 @@ def _gates_kernel(
             factors_at = factors_ptr + row[:, None] * (FACTORS * C) + offs_c[None, :]
             log2_k_HC = tl.where(mask, tl.log2(inv_k_HC), 0.0)
             log2_q_HC = tl.where(mask, tl.log2(inv_q_HC), 0.0)
-            tl.store(factors_at + 4 * C, gates_HC + log2_k_HC, mask=mask_h[:, None])
-            tl.store(factors_at + 5 * C, gates_HC + log2_q_HC, mask=mask_h[:, None])
-            tl.store(factors_at + 6 * C, gates_HC - log2_k_HC, mask=mask_h[:, None])
+            tl.store(factors_at + 5 * C, gates_HC + log2_k_HC, mask=mask_h[:, None])
+            tl.store(factors_at + 6 * C, gates_HC + log2_q_HC, mask=mask_h[:, None])
+            tl.store(factors_at + 7 * C, gates_HC - log2_k_HC, mask=mask_h[:, None])
         factors_at = factors_ptr + row[:, None] * (FACTORS * C) + offs_c[None, :]
         tl.store(factors_at, tl.where(mask, read_HC, 0.0), mask=mask_h[:, None])
         tl.store(factors_at + C, tl.where(mask, write_HC, 0.0), mask=mask_h[:, None])
         tl.store(factors_at + 2 * C, tl.where(mask, query_HC, 0.0), mask=mask_h[:, None])
-        tl.store(factors_at + 3 * C, tl.broadcast_to(tl.exp2(end_H)[:, None], [H, C]), mask=mask_h[:, None])
+        beta_HC = tl.load(beta_ptr + token[None, :] * HV + offs_h[:, None], mask=mask, other=0.0)
+        beta_HC = kept_from_zero(write_strength(beta_HC, SIGMOID, DOUBLED), IS_HALF)
+        tl.store(factors_at + 3 * C, tl.where(mask, beta_HC, 0.0), mask=mask_h[:, None])
+        tl.store(factors_ptr + row * (FACTORS * C) + 4 * C, tl.exp2(end_H), mask=mask_h)
 
 
 def gates(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor | None, out: Tensor, factors: Tensor,
-    chunks: Chunks, options: Options, num_qk_heads: int, *, filled: bool,
+    g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor | None, out: Tensor,
+    factors: Tensor, chunks: Chunks, options: Options, num_qk_heads: int, *, filled: bool, is_half: bool,
 ) -> None:  # fmt: skip
-    """Fill `factors` [NT,HV,4,C] (7 with norms), and `out` [NT,HV,C] unless it is `filled` already.
+    """Fill `factors` [NT,HV,5,C] (8 with norms), and `out` [NT,HV,C] unless it is `filled` already.
 
-    g [T,HV]; norms [T,2,HK].
+    g, beta [T,HV]; norms [T,2,HK]; is_half: whether the operands are float16.
     """
     NT, HV = out.shape[:2]
     launch(
         _gates_kernel, (NT, triton.cdiv(HV, _HEADS)),
-        g, A_log, dt_bias, norms, out, factors, chunks.table, options.scale,
+        g, beta, A_log, dt_bias, norms, out, factors, chunks.table, options.scale,
         HV=HV, HK=num_qk_heads, C=CHUNK, H=_HEADS, FROM_GATES=filled,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, HAS_NORMS=norms is not None,
+        SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval, IS_HALF=is_half,
         LOG2_E=_LOG2_E, LEAST=_LEAST_LOG2_DECAY, FACTORS=factors.shape[2], num_warps=4,
     )  # fmt: skip

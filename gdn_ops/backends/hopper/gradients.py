@@ -353,9 +353,9 @@ def _gradients_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
-    # Four rows a step of `gates` or, with norms, of `factors` from its row 4 on; not all four are used.
+    # Four rows a step of `gates` or, with norms, of `factors` from its row 5 on; not all four are used.
     DECAYS: gl.constexpr = FACTORS if HAS_NORMS else 1
-    DECAYS_AT: gl.constexpr = 4 if HAS_NORMS else 0
+    DECAYS_AT: gl.constexpr = 5 if HAS_NORMS else 0
     pid = gl.program_id(0)
     num_items = gl.load(totals_ptr) * HK
     # A program without an item (more programs than items) has no step.

@@ -3,18 +3,16 @@
 As in `forward`, a segment is a document or a part of one, and the state's gradient lives transposed, dS^T [V,K], in
 float32 accumulators:
 
-    du^T = do^T P + (dS^T k^T) * factor_1;   dv^T = du^T A;
-    dS^T = factor_3 dS^T + (do^T * factor_2) q - (dv^T * factor_0) k
+    du^T = do^T P + (dS^T k^T) * factor_1;   dv^T = du^T * factor_3 + du^T A;
+    dS^T = factor_4 dS^T + (do^T * factor_2) q - (dv^T * factor_0) k
 
 dS is stored (rounded) before a chunk's own contribution: the gradient of the state at the chunk's END. What `epilogue`
 needs for dbeta, sum_v dv v, is taken here, where dv is still float32.
 
-`summarise_reverse` runs the same kernel without outputs for each segment's dH, from zero, and its M^T, from the
-identity without output gradients.
+`summarise_reverse` runs the same kernel without outputs for each segment's dH, from zero.
 
-Grid: one program a segment and value head, longest segments first (summaries: one for dH, one for M^T); two consumer
-warpgroups (halves of V), one producer warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors,
-`STAGES` deep, in shared memory.
+Grid: one program a segment and value head, longest segments first; two consumer warpgroups (halves of V), one producer
+warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors, `STAGES` deep, in shared memory.
 """
 
 from torch import Tensor
@@ -54,7 +52,7 @@ _M = gl.constexpr(64)
 def _produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    first, first_do, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
+    first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
     HV: gl.constexpr, SUMMARY: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = (3 if SUMMARY else 4) * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
@@ -68,8 +66,8 @@ def _produce(
         mbarrier.expect(bar, BYTES)
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
         async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
-        async_load(do_desc, [first_do + c * _C, do_column], bar, do_s.index(2 * stage))
-        async_load(do_desc, [first_do + c * _C, do_column + _M], bar, do_s.index(2 * stage + 1))
+        async_load(do_desc, [token, do_column], bar, do_s.index(2 * stage))
+        async_load(do_desc, [token, do_column + _M], bar, do_s.index(2 * stage + 1))
         async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         async_load(q_desc, [token, q_column], bar, q_s.index(stage))
@@ -81,8 +79,8 @@ def _produce(
 @gluon.jit
 def _consume(
     half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -111,9 +109,7 @@ def _consume(
     transposed_at = key[None, :] * _D + value[:, None]
     natural_at = value[:, None] * _D + key[None, :]
     everywhere = natural_at >= 0
-    if SUMMARY:
-        dstate_MK = gl.where((value[:, None] == key[None, :]) & is_transition, 1.0, 0.0)
-    elif HAS_CUTS:
+    if HAS_CUTS and not SUMMARY:
         cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D)
         dstate_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (stop >= 0), other=0.0)
     else:
@@ -121,7 +117,7 @@ def _consume(
     if HAS_DFINAL:
         ends_here = everywhere & (stop < 0) & (document >= 0)
         dstate_MK = gl.load(dfinal_ptr + state_at + transposed_at, mask=ends_here, other=dstate_MK)
-    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 3 * _C
+    end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
     decay = gl.load(end_ptr + (num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C), mask=num_chunks > 0, other=0.0)
     for i in range(num_chunks):
         c = num_chunks - 1 - i
@@ -154,8 +150,9 @@ def _consume(
         from_state_MC, du_MC = warpgroup_mma_wait(0, deps=[from_state_MC, du_MC])
         du_MC = du_MC + from_state_MC * write_C
         dv_MC = warpgroup_mma(
-            gl.convert_layout(du_MC.to(dtype), OPERAND_MC), solve_s.index(stage), zero_MC, use_acc=False, is_async=True
-        )
+            gl.convert_layout(du_MC.to(dtype), OPERAND_MC), solve_s.index(stage),
+            du_MC * factors.slice(3, 1).load(L_MC), is_async=True,
+        )  # fmt: skip
         dstate_MK = dstate_MK * decay
         dstate_MK = warpgroup_mma(from_o_MC, q_s.index(stage), dstate_MK, is_async=True)
         dv_MC = warpgroup_mma_wait(1, deps=[dv_MC])
@@ -186,8 +183,7 @@ def _consume(
     if SUMMARY:
         cut_at = (start.to(gl.int64) * HV + h) * (_D * _D) + natural_at
         reaches_cut = everywhere & (start >= 0)
-        gl.store(cut_states_ptr + cut_at, dstate_MK, mask=reaches_cut & (is_transition == 0))
-        gl.store(transitions_ptr + cut_at, dstate_MK, mask=reaches_cut & is_transition & (stop >= 0))
+        gl.store(cut_states_ptr + cut_at, dstate_MK, mask=reaches_cut)
     if HAS_DINITIAL:
         gl.store(dinitial_ptr + state_at + transposed_at, dstate_MK, mask=everywhere & (start < 0) & (document >= 0))
     store_wait(0)
@@ -196,15 +192,15 @@ def _consume(
 @gluon.jit
 def _consume_low(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
         HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
@@ -212,15 +208,15 @@ def _consume_low(
 @gluon.jit
 def _consume_high(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+        first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
         HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
@@ -228,8 +224,8 @@ def _consume_high(
 @gluon.jit
 def _reverse_kernel(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc, dstates_desc, dv_desc,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr, segments_ptr,
-    q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head, T,
+    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, segments_ptr,
+    q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr,
     SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
@@ -238,12 +234,7 @@ def _reverse_kernel(
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
-    segment = gl.program_id(0) // H
-    is_transition = segment < 0
-    if SUMMARY:
-        is_transition = segment % 2 == 1
-        segment = segment // 2
-    segment_ptr = segments_ptr + segment * 8
+    segment_ptr = segments_ptr + gl.program_id(0) // H * 8
     h = first_head + local
     first = gl.load(segment_ptr)
     last = gl.load(segment_ptr + 1)
@@ -252,12 +243,9 @@ def _reverse_kernel(
     document = gl.load(segment_ptr + 4)
     start = gl.load(segment_ptr + 5)
     stop = gl.load(segment_ptr + 6)
-    first_do = first
     if SUMMARY:
-        # A document's first segment hands on nothing, and what its last one starts from is known.
-        num_chunks = gl.where((start >= 0) & ((stop >= 0) | (is_transition == 0)), num_chunks, 0)
-        # Rows past the last token read as zeros.
-        first_do = gl.where(is_transition, T, first)
+        # A document's first segment hands on nothing.
+        num_chunks = gl.where(start >= 0, num_chunks, 0)
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
     q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
@@ -276,19 +264,19 @@ def _reverse_kernel(
         [
             (_consume_low, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
                 HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, is_transition, h, local, dv_stride_t, dv_column,
+                factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
                 HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
-                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, first_do, chunk0, num_chunks, h,
+                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h,
                 HV, SUMMARY, FACTORS, STAGES,
             )),
@@ -303,26 +291,25 @@ def reverse(
     *, dstates: Tensor, dv: Tensor, sums: Tensor, dfinal_state: Tensor | None, d_initial_state: Tensor | None,
     heads: range, cut_dstates: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Run the recurrence backwards on every segment, for a range of value heads.
+    """Run the recurrence backwards for a range of value heads.
 
-    Reads, where documents are cut, cut_dstates [NC,HV,V,K] (what `segments.combine` made). Fills dstates [NT,H,V,K]
+    Runs on documents or, given the states' gradients cut_dstates [NC,HV,V,K], on segments. Fills dstates [NT,H,V,K]
     (gradient of the state at each chunk's end), dv [T,G,R,V] at any addressable strides, rows 0..7 of sums
     [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
     """
     _launch(
         q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
-        None, heads,
+        heads,
     )  # fmt: skip
 
 
 def summarise_reverse(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, dfinal_state: Tensor | None, cut_dstates: Tensor, transitions: Tensor,
+    *, dfinal_state: Tensor | None, cut_dstates: Tensor,
 ) -> None:  # fmt: skip
-    """Fill row c of cut_dstates [NC,HV,V,K] with dH and of transitions [NC,HV,K,K] with M (as its rows map a gradient's
-    rows) of the segment that starts at cut c."""
+    """Fill row c of cut_dstates [NC,HV,V,K] with dH of the segment that starts at cut c."""
     _launch(
-        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, None, cut_dstates, transitions,
+        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, None, cut_dstates,
         range(v.shape[1]),
     )  # fmt: skip
 
@@ -330,9 +317,10 @@ def summarise_reverse(
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,
-    d_initial_state: Tensor | None, cut_dstates: Tensor | None, transitions: Tensor | None, heads: range,
+    d_initial_state: Tensor | None, cut_dstates: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
+    runs = chunks.documents if cut_dstates is None else chunks.segments
     is_summary = dstates is None or dv is None or sums is None
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     stand_in = factors
@@ -344,15 +332,14 @@ def _launch(
         dstates_desc = tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128))
         dv_numbers, num_sums = (dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2]), sums.shape[2]
     launch(
-        _reverse_kernel, (chunks.segments.shape[0] * len(heads) * (2 if is_summary else 1),),
+        _reverse_kernel, (runs.shape[0] * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
         square, tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         dstates_desc, dv_desc,
         factors, stand_in if sums is None else sums, k if dv is None else dv,
         stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
-        stand_in if cut_dstates is None else cut_dstates, stand_in if transitions is None else transitions,
-        chunks.segments,
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start, v.shape[0],
+        stand_in if cut_dstates is None else cut_dstates, runs,
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start,
         R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums, HAS_CUTS=cut_dstates is not None, SUMMARY=is_summary,
         HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES,

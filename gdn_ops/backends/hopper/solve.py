@@ -2,6 +2,8 @@
 
     L_ij = beta_i k_i . k_j  (i > j)        X = (I + L)^-1        A_ij = X_ij * 2^(G_i - G_j) * beta_j
 
+Only what lies below A's diagonal is stored: the diagonal is beta, and its users have that unrounded (`forward`).
+
 The decay is a diagonal similarity, so the inverse is taken of the undecayed L and gated afterwards: nothing in it can
 overflow, however strong the decay. X is built from 16 x 16 blocks: the diagonal ones by exact elimination (two 8 x 8
 halves at once, then one product), the others by X_ij = -X_ii sum_k L_ik X_kj in TF32. All intermediates are bounded by
@@ -87,8 +89,8 @@ def _store_block(solve_ptr, i: tl.constexpr, j: tl.constexpr, x_BB, gates_i, gat
     c = tl.arange(0, 16)[None, :]
     exponent = gates_i[:, None] - gates_j[None, :]
     if i == j:
-        exponent = tl.where(r >= c, exponent, 0.0)
-        x_BB = tl.where(r >= c, x_BB, 0.0)
+        exponent = tl.where(r > c, exponent, 0.0)
+        x_BB = tl.where(r > c, x_BB, 0.0)
     value = x_BB * tl.exp2(exponent) * beta_j[None, :]
     tl.store(solve_ptr + (i * 16 + r) * C + j * 16 + c, value.to(solve_ptr.dtype.element_ty))
 

@@ -23,9 +23,9 @@ PLAIN = [
 LONG = [
     "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel", "_combine_kernel",
     "_forward_kernel", "_chunk_table_kernel", "_gates_kernel", "_reverse_kernel", "_combine_kernel", "_forward_kernel",
-    "_combine_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
+    "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
-"""With cut documents: summaries and their combination before each sequential kernel."""
+"""With cut documents: summaries and their combination before the outputs and before the state's gradients."""
 TENSOR_CORE_KERNELS = {"_scores_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
 
 

@@ -1,0 +1,83 @@
+"""The Hopper kernels' source, carried out on a CPU (`emulator.py`), against the float64 recurrence."""
+
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import emulator
+import measure
+import oracle
+
+from gdn_ops.shapes import Options
+
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 2.4e-3}
+"""About one and a half times the largest error of any case here (3.8e-3 and 1.6e-3)."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "varlen": {"HK": 2, "HV": 4, "bounds": measure.bounds_of([70, 0, 64, 1, 65]), "T": 230, "initial": True},
+    "batch": {"HK": 1, "HV": 2, "B": 2, "T": 100, "dense": True},
+    "all options": {
+        "HK": 2, "HV": 4, "bounds": measure.bounds_of([70, 65]), "initial": True, "norm": True, "gate": True,
+        "sigmoid": True, "doubled": True,
+    },
+    "half": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 65]), "dtype": torch.float16, "norm": True},
+    "half, beta=0": {"HK": 1, "HV": 1, "T": 129, "dtype": torch.float16, "zero_beta": True},
+    "beta=0": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 129]), "zero_beta": True},
+    "extreme": {"HK": 1, "HV": 3, "T": 129, "decay": "extreme", "initial": True},
+    "weak": {"HK": 1, "HV": 3, "T": 300, "decay": "weak"},
+    "cut": {"HK": 1, "HV": 1, "bounds": [0, 2200], "decay": "weak", "initial": True},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cases of `measure.check_case` on CPU tensors."""
+    make = oracle.make
+    monkeypatch.setattr(oracle, "make", lambda **case: make(device="cpu", **case))
+    with emulator.emulated():
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracy, equal bits at every save level, the row's own columns untouched; isolation with three documents."""
+    monkeypatch.setattr(measure, "ACCURACY", CASES)
+    if len(CASES[name].get("bounds", [])) < 4:
+        monkeypatch.setattr(measure, "isolated", lambda *args: True)
+    found = measure.check_case(name)
+    assert found.broken == []
+    assert all(error <= BOUND[found.dtype] for error in found.errors.values()), found.errors
+
+
+def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:
+    inputs, do, _ = oracle.make(HK=1, HV=2, T=70, gate=True)
+    A_log, dt_bias = (torch.tensor([x, 0.5]) for x in (88.7, -200.0))
+    inputs = inputs._replace(A_log=A_log, dt_bias=dt_bias)
+    out = measure.forward_once(inputs, Options(128**-0.5), "solve", final=False)
+    grads, _ = measure.backward_once(out, do, None, inputs, Options(128**-0.5), packed=False)
+    assert torch.count_nonzero(out.gates[:, 0]) == 0, "no decay"
+    assert torch.count_nonzero(grads.dg[..., 0]) == 0
+    assert all(x.isfinite().all() for x in grads)
+    assert torch.count_nonzero(grads.dg[..., 1]) > 0
+
+
+def test_a_pointer_outside_its_tensor_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="leaves its tensor"):
+        emulator._Pointer.to_start(torch.zeros(4)).__add__(torch.tensor([3, 4])).load()
+
+
+def test_partitions_that_wait_forever_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one arrival more to wait for, a barrier is never completed."""
+    monkeypatch.setattr(emulator, "_DEADLOCK_SECONDS", 0.5)
+    init = emulator._mbarrier.init
+    monkeypatch.setattr(emulator._mbarrier, "init", staticmethod(lambda bar, count: init(bar, count + (count == 2))))
+    inputs, _, _ = oracle.make(HK=1, HV=1, T=300)
+    with pytest.raises(AssertionError, match="never completed"):
+        measure.forward_once(inputs, Options(128**-0.5), "solve", final=False)

@@ -1,0 +1,144 @@
+"""Documents cut into segments, against the float64 recurrence and without a GPU: the kernels' source, emulated."""
+
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import emulator
+import measure
+import oracle
+
+from gdn_ops import outputs, shapes
+from gdn_ops.backends import launching
+from gdn_ops.backends.hopper.chunks import chunk_table
+from gdn_ops.shapes import Options, segment_rule, sizes
+
+BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""As on the GPU (`test_hopper.py`)."""
+
+RAGGED = [0, 500, 500, 501, 970, 1170]
+"""Documents of 8, 0, 1, 8 and 4 chunks."""
+
+
+launched: list[str] = []
+"""Names of the kernels that a test has launched, in order."""
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches are emulated and noted, and even short documents of a CPU's tensors are cut, so that tests are quick."""
+    monkeypatch.setattr(outputs, "_UNCUT_DEVICES", ())
+    monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 2)
+    launched.clear()
+    with emulator.emulated():
+        run = launching.recording.recorder.add
+
+        def note(kernel: Any, *launch: Any) -> None:
+            launched.append(kernel.fn.__name__)
+            run(kernel, *launch)
+
+        monkeypatch.setattr(launching.recording.recorder, "add", note)
+        yield
+
+
+def check_against_recurrence(
+    save: str = "solve", packed: bool = True, doubled: bool = False, bounds: list[int] | None = None, **case: Any
+) -> tuple[Tensor, ...]:
+    """Compare a forward and a backward with float64; returns their results."""
+    inputs, do, dfinal = oracle.make(device="cpu", bounds=bounds, **case)
+    options = Options(128**-0.5, case.get("norm", False), case.get("sigmoid", False), doubled)
+    want = oracle.run(inputs, options, do, dfinal, bounds)
+    if bounds is not None:
+        for x in (inputs.q, inputs.k, inputs.v, do):
+            x[:, bounds[-1] :] = float("nan")
+    out = measure.forward_once(inputs, options, save, dfinal is not None)
+    grads, row = measure.backward_once(out, do, dfinal, inputs, options, packed=packed)
+    if row is not None:
+        assert row[..., -64:].isnan().all(), "columns of the row that are not a gradient's"
+    got = {"o": out.o, "q": grads.dq, "k": grads.dk, "v": grads.dv, "g": grads.dg, "beta": grads.dbeta}
+    expected = {"o": want.o} | want.grads
+    if dfinal is not None:
+        got |= {"final_state": out.final_state, "initial_state": grads.d_initial_state}
+        expected["final_state"] = want.final_state
+    if inputs.A_log is not None:
+        got |= {"A_log": grads.dA_log, "dt_bias": grads.ddt_bias}
+    errors = {key: oracle.relative_error(x.reshape(expected[key].shape), expected[key]) for key, x in got.items()}
+    bound = BOUND[inputs.q.dtype]
+    assert all(error <= bound for error in errors.values()), errors
+    return (out.o, out.final_state, *grads)
+
+
+def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+CUT: dict[str, Any] = {"HK": 1, "HV": 1, "bounds": RAGGED, "T": 1190, "initial": True}
+
+
+@pytest.mark.parametrize("save", ["solve", "states", "inputs"])
+def test_all_at_once(save: str) -> None:
+    found = check_against_recurrence(save=save, **CUT)
+    # chunk table, gates, scores, solve, then what leads to the states at cuts
+    assert launched[4:7] == ["_forward_kernel", "_combine_kernel", "_forward_kernel"]
+    assert launched.count("_combine_kernel") == (3 if save == "inputs" else 2)
+    if save != "solve":
+        assert same_bits(found, check_against_recurrence(save="solve", **CUT))
+
+
+def test_only_the_recomputation_has_the_bits_of_whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", 0)
+    found = check_against_recurrence(**CUT)
+    assert "_combine_kernel" not in launched
+    monkeypatch.setattr(shapes, "_CHECKPOINT_CHAINS", 0)
+    assert same_bits(found, check_against_recurrence(**CUT))
+
+
+def test_norm_and_half_precision() -> None:
+    case = {**CUT, "bounds": [0, 700, 701], "T": None, "norm": True, "dtype": torch.float16}
+    check_against_recurrence(**case)
+
+
+def test_dense_batch_without_states() -> None:
+    check_against_recurrence(HK=1, HV=2, B=2, T=300)
+
+
+def test_a_document_of_nan_reaches_no_other() -> None:
+    inputs, do, _ = oracle.make(device="cpu", **{**CUT, "initial": False})
+    options = Options(128**-0.5)
+    results = []
+    for poisoned in (False, True):
+        if poisoned:
+            for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, do):
+                x[:, RAGGED[0] : RAGGED[1]] = float("nan")
+        out = measure.forward_once(inputs, options, "solve", final=False)
+        grads, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
+        results.append([x[:, RAGGED[1] :] for x in (out.o, *grads[:5])])
+    assert same_bits(tuple(results[0]), tuple(results[1]))
+
+
+def test_table_tiles_every_document() -> None:
+    inputs, _, _ = oracle.make(device="cpu", **CUT)
+    s = sizes(inputs)
+    rule = segment_rule(s)
+    chunks = chunk_table(inputs.cu_seqlens, s.N, s.T, s.num_chunks, rule, inputs.q)
+    rows = chunks.segments.tolist()
+    assert len(rows) == s.N + rule.num_cuts
+    lengths = [row[3] for row in rows if row[4] >= 0]
+    assert sum(lengths) == int(chunks.totals[0])
+    cuts = chunks.cuts.tolist()
+    assert [count for _, count in cuts] == [3, 0, 0, 3, 1]
+    for n, (first_cut, count) in enumerate(cuts):
+        own = sorted((row for row in rows if row[4] == n), key=lambda row: row[2])
+        assert [row[5] for row in own] == [-1, *range(first_cut, first_cut + count)]
+        assert [row[6] for row in own] == [*range(first_cut, first_cut + count), -1]
+        assert all(b[2] == a[2] + a[3] and b[0] == a[0] + 64 * a[3] for a, b in itertools.pairwise(own))
+    assert [row[4] for row in chunks.documents.tolist()] == [0, 3, 4, 2, 1], "longest first"
