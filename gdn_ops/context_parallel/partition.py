@@ -185,6 +185,21 @@ class Partition:
             head * links.num_backward * value_dim,
         )
 
+    def halo_bytes(
+        self, *, channels: int, width: int = 4, itemsize: int = 2, accumulator_itemsize: int = 4
+    ) -> "ExchangeBytes":
+        """Bytes that one rank sends per `causal_conv1d` of `channels` (W), forward and backward.
+
+        itemsize: of the row's dtype; its gradients go back in the accumulation dtype.
+        """
+        from gdn_ops.context_parallel.plan import link
+
+        links = link(self)
+        if not self.crosses_ranks:
+            return ExchangeBytes(0, 0)
+        row = (width - 1) * channels
+        return ExchangeBytes(links.num_forward * row * itemsize, links.num_backward * row * accumulator_itemsize)
+
     def _of(self, rank: int) -> tuple[Fragment, ...]:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 to {self.num_ranks - 1}, got {rank}")

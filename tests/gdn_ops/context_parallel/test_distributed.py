@@ -78,6 +78,7 @@ def test_layouts_are_within_the_error_budget_with_one_exchange_a_direction(world
             assert result["excess"] <= 1, (name, result)
             assert result["differing"] == [], name
             assert result["exchanges"] == 2, name
+            assert result["bytes"] == result["said"], name
 
 
 def test_every_way_to_call_gives_the_same_bits_and_recomputes_exchange_nothing(world):
@@ -108,7 +109,7 @@ def test_matmuls_run_between_the_start_of_a_collective_and_its_wait(world):
         assert len(rank["orders"]) == 2
         for order, products, after in zip(rank["orders"], (1, 2), ("chunk_fwd", "chunk_bwd_row"), strict=True):
             start, wait = order.index("all_gather_into_tensor"), order.index("wait_tensor")
-            assert order[start + 1 : wait] == ["mm"] * products, order
+            assert order[start + 1 : wait] == ["mm"] * products, order  # nothing waits for them
             assert after in order[wait:], order
 
 
@@ -142,6 +143,7 @@ def test_convolution_over_ranks_is_that_of_one(world):
             # bfloat16 on GPUs: a row's gradient is rounded on each of the ranks that add to it.
             assert result["error"] < (1e-5 if "no_exchange" in world[0] else 2e-2), name
             assert result["exchanges"] == 2, name
+            assert result["bytes"] in (None, result["said"]), name
 
 
 def test_a_rank_that_stops_gives_errors_that_name_the_collective(tmp_path):

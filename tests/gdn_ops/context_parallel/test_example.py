@@ -32,8 +32,9 @@ def test_two_ranks_have_the_loss_of_one(arguments):
 @pytest.mark.distributed
 @pytest.mark.gpu
 @pytest.mark.parametrize("arguments", [(), ("--fsdp", "--compile"), ("--figure", "--repeats", "5")])
-def test_two_gpus(arguments):
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
-    done = start(*arguments)
+def test_two_or_four_gpus(arguments):
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs 2 CUDA devices, there are {count}")
+    done = start(*arguments, ranks=4 if count >= 4 else 2)
     assert done.returncode == 0, done.stdout + done.stderr
