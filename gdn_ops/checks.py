@@ -3,6 +3,9 @@
 Only shapes, dtypes and devices are looked at, so nothing here waits for a GPU and everything can be traced.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,32 @@ def _require_shape(name: str, x: Tensor, expected: tuple[int, ...], words: str) 
 def _require_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(f"{name}: expected device {device} (that of q), got {x.device}")
+
+
+_MOST_PASSED = 1024
+_passed: set[tuple[Any, ...]] = set()
+"""Kinds of call that passed every check: checks look at nothing else of a call."""
+
+
+def call_kind(tensors: Iterable[Tensor | None], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that the checks of a public function look at: `tensors` by shape, dtype and device, `others` by value."""
+    # True == 1 == 1.0, and only one of them is a switch.
+    return (*[None if x is None else (x.shape, x.dtype, x.device) for x in tensors], others, *map(type, others))
+
+
+def has_passed(kind: tuple[Any, ...]) -> bool:
+    """Whether a call of this kind passed before."""
+    try:
+        return kind in _passed
+    except TypeError:  # something unhashable instead of a switch: the checks will name it
+        return False
+
+
+def passed(kind: tuple[Any, ...]) -> None:
+    """Remember that a call of this kind passed."""
+    if len(_passed) >= _MOST_PASSED:
+        _passed.clear()
+    _passed.add(kind)
 
 
 def check_bool(name: str, value: object) -> None:

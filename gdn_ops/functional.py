@@ -1,18 +1,19 @@
 """The public functions: check, add the batch axis, call the op, take it off again."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdn_ops import checks, settings
+from gdn_ops import autograd, checks, settings
 from gdn_ops.context_parallel import calls
 from gdn_ops.packing import packed_qkv_views
+from gdn_ops.plain import is_plain
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_packed", "chunk_gdn", "packed_qkv_views"]
 
 
-def _save_level(*tensors: Tensor | None) -> str:
+def _save_level(tensors: tuple[Tensor | None, ...]) -> str:
     """Nothing is kept for a backward that cannot come."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return settings.current().save
@@ -85,41 +86,48 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: an argument is wrong; the message says which, what was expected and what came.
         NotImplementedError: no backend supports the call, with each one's reason.
     """
-    checks.check_qkv(q, k, v)
-    batch = 1 if q.dim() == 3 else q.shape[0]
-    calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, q, -3)
-    lead = q.shape[:-2]
-    checks.check_gates(g, beta, (*lead, v.shape[-2]), q.device)
-    kwargs = _options(
-        q,
-        q.shape[-1],
-        v.shape[-2],
-        v.shape[-1],
-        batch,
-        scale,
-        initial_state,
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    switches = _Switches(
         output_final_state,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
-        cu_seqlens,
-        use_gate_in_kernel,
-        A_log,
-        dt_bias,
         deterministic,
-        cp_context,
+        use_gate_in_kernel,
     )
-    save = _save_level(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    plain = _is_plain(cp_context, recompute_handle, tensors)
+    kind = checks.call_kind(tensors, switches) if plain else ()
+    if not (plain and checks.has_passed(kind)):
+        checks.check_qkv(q, k, v)
+        batch = 1 if q.dim() == 3 else q.shape[0]
+        calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, q, -3)
+        checks.check_gates(g, beta, (*q.shape[:-2], v.shape[-2]), q.device)
+        _check_shared(
+            q,
+            q.shape[-1],
+            v.shape[-2],
+            v.shape[-1],
+            batch,
+            initial_state,
+            cu_seqlens,
+            A_log,
+            dt_bias,
+            switches,
+            cp_context,
+        )
+        if plain:
+            checks.passed(kind)
+    options = _options(scale, q.shape[-1], switches, _save_level(tensors))
     unbatched = q.dim() == 3
     if unbatched:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
     if cp_context is not None:
         out = calls.run(
             torch.ops.gdn.context_fwd, (q, k, v), g, beta, initial_state, A_log, dt_bias,
-            cp_context, recompute_handle, save=save, **kwargs,
+            cp_context, recompute_handle, **options,
         )  # fmt: skip
-        return _results(out, unbatched, output_final_state)
-    out = torch.ops.gdn.chunk_fwd(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, save=save, **kwargs)
+    else:
+        out = autograd.chunk_fwd(plain, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, **options)
     return _results(out, unbatched, output_final_state)
 
 
@@ -156,95 +164,96 @@ def chunk_gated_delta_rule_packed(
 
     Every other argument, the results, the bits and the errors are those of `chunk_gated_delta_rule`.
     """
-    checks.check_row(row, num_qk_heads, num_v_heads, head_dim)
-    batch = 1 if row.dim() == 2 else row.shape[0]
-    calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, row, -2)
-    checks.check_gates(g, beta, (*row.shape[:-1], num_v_heads), row.device)
-    kwargs = _options(
-        row,
-        head_dim,
-        num_v_heads,
-        head_dim,
-        batch,
-        scale,
-        initial_state,
+    tensors = (row, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    switches = _Switches(
         output_final_state,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
-        cu_seqlens,
-        use_gate_in_kernel,
-        A_log,
-        dt_bias,
         deterministic,
-        cp_context,
+        use_gate_in_kernel,
     )
-    save = _save_level(row, g, beta, initial_state, A_log, dt_bias)
+    plain = _is_plain(cp_context, recompute_handle, tensors)
+    kind = checks.call_kind(tensors, (*switches, num_qk_heads, num_v_heads, head_dim)) if plain else ()
+    if not (plain and checks.has_passed(kind)):
+        checks.check_row(row, num_qk_heads, num_v_heads, head_dim)
+        batch = 1 if row.dim() == 2 else row.shape[0]
+        calls.check_context(cp_context, recompute_handle, cu_seqlens, batch, row, -2)
+        checks.check_gates(g, beta, (*row.shape[:-1], num_v_heads), row.device)
+        _check_shared(
+            row, head_dim, num_v_heads, head_dim, batch, initial_state, cu_seqlens, A_log, dt_bias, switches, cp_context
+        )
+        if plain:
+            checks.passed(kind)
+    options = _options(scale, head_dim, switches, _save_level(tensors))
+    options |= {"num_qk_heads": num_qk_heads, "num_v_heads": num_v_heads, "head_dim": head_dim}
     unbatched = row.dim() == 2
     if unbatched:
         row, g, beta = row.unsqueeze(0), g.unsqueeze(0), beta.unsqueeze(0)
     if cp_context is not None:
         out = calls.run(
             torch.ops.gdn.context_packed_fwd, (row,), g, beta, initial_state, A_log, dt_bias,
-            cp_context, recompute_handle, num_qk_heads=num_qk_heads, num_v_heads=num_v_heads, head_dim=head_dim,
-            save=save, **kwargs,
+            cp_context, recompute_handle, **options,
         )  # fmt: skip
-        return _results(out, unbatched, output_final_state)
-    out = torch.ops.gdn.chunk_packed_fwd(
-        row,
-        g,
-        beta,
-        initial_state,
-        cu_seqlens,
-        A_log,
-        dt_bias,
-        num_qk_heads=num_qk_heads,
-        num_v_heads=num_v_heads,
-        head_dim=head_dim,
-        save=save,
-        **kwargs,
-    )
+    else:
+        out = autograd.chunk_packed_fwd(plain, row, g, beta, initial_state, cu_seqlens, A_log, dt_bias, **options)
     return _results(out, unbatched, output_final_state)
 
 
-def _options(
+class _Switches(NamedTuple):
+    """The switches that both public functions have."""
+
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    deterministic: bool
+    use_gate_in_kernel: bool
+
+
+def _is_plain(cp_context: Any, recompute_handle: Any, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing but the call itself is to be done: checks may be remembered, the dispatcher left out."""
+    nothing_else = cp_context is None and recompute_handle is None and not torch.compiler.is_compiling()
+    return nothing_else and is_plain(tensors)
+
+
+def _check_shared(
     q: Tensor,
     key_dim: int,
     num_v_heads: int,
     value_dim: int,
     batch: int,
-    scale: float | None,
     initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
     cu_seqlens: Tensor | None,
-    use_gate_in_kernel: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    deterministic: bool,
+    switches: _Switches,
     cp_context: Any,
-) -> dict[str, Any]:
-    """Check what both public functions share and name it as the ops do."""
+) -> None:
+    """Check what both public functions share."""
     checks.check_switches(
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        deterministic=deterministic,
+        output_final_state=switches.output_final_state,
+        use_qk_l2norm_in_kernel=switches.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=switches.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=switches.allow_neg_eigval,
+        deterministic=switches.deterministic,
     )
     checks.check_documents(cu_seqlens, batch, q.device)
     num_documents = _num_documents(cu_seqlens, batch, cp_context)
     checks.check_state(initial_state, (num_documents, num_v_heads, key_dim, value_dim), q)
-    checks.check_gate_parameters(use_gate_in_kernel, A_log, dt_bias, num_v_heads, q.device)
+    checks.check_gate_parameters(switches.use_gate_in_kernel, A_log, dt_bias, num_v_heads, q.device)
+
+
+def _options(scale: float | None, key_dim: int, switches: _Switches, save: str) -> dict[str, Any]:
+    """The options under the ops' names."""
     return {
         "scale": checks.check_scale(scale, key_dim),
-        "output_final_state": output_final_state,
-        "use_qk_l2norm": use_qk_l2norm_in_kernel,
-        "use_beta_sigmoid": use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": allow_neg_eigval,
-        "deterministic": deterministic,
+        "output_final_state": switches.output_final_state,
+        "use_qk_l2norm": switches.use_qk_l2norm_in_kernel,
+        "use_beta_sigmoid": switches.use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": switches.allow_neg_eigval,
+        "deterministic": switches.deterministic,
+        "save": save,
     }
 
 

@@ -2,8 +2,8 @@
 
 A kind of call is everything that host code depends on: shapes, strides, dtypes, devices and options. The first call of
 a kind runs as written, so that a length which never comes again costs nothing more. The second is recorded
-(`backends/plans.py`), and from then on its launches are repeated. A call that a backend cannot record, that starts off
-16 bytes, or that checks values runs as written every time.
+(`backends/plans.py`), and from then on its launches are repeated. A call that a backend cannot record, one with a
+tensor off 16 bytes, or one that checks values runs as written every time.
 """
 
 import threading
@@ -44,7 +44,7 @@ def is_dense_last(x: Tensor) -> bool:
 class _Kind(NamedTuple):
     """What is known of one kind of call: its plan, or None, and which arguments it needs copies of."""
 
-    plan: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]] | None
+    plan: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...] | None] | None
     copies: tuple[int, ...] = ()
 
 
@@ -76,10 +76,7 @@ def remembered(
         key = (
             current.backend,
             kwargs.get("deterministic", True) or torch.are_deterministic_algorithms_enabled(),
-            *[
-                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
-                for x in tensors
-            ],
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
             *(kwargs.items() if count is None else _hashable(kwargs)),
         )
         kind = kinds.get(key)
@@ -96,11 +93,15 @@ def remembered(
             tensors = list(tensors)
             for i in kind.copies:
                 tensors[i] = tensors[i].contiguous()
-                if names[i] in _COPIES:
-                    counters.count(_COPIES[names[i]])
+        found = kind.plan(tensors)
+        if found is None:
+            return run(*args, **kwargs)
+        for i in kind.copies:
+            if names[i] in _COPIES:
+                counters.count(_COPIES[names[i]])
         if count is not None:
             counters.count(count)
-        return kind.plan(tensors)
+        return found
 
     return call
 
@@ -127,11 +128,13 @@ def _record(
     kwargs: dict[str, Any],
 ) -> _Kind:
     """What is known of the kind of this call; nothing is run."""
+    if any(x is not None and x.data_ptr() % 16 for x in args):  # may get another backend than its kind does otherwise
+        return _SEEN_ONCE
     backend = backend_of(args, kwargs)
     row = {"row": kwargs["row"]} if "row" in kwargs else {}
     present = [x for x in (*args, *row.values()) if x is not None]
     device = present[0].device
-    if not hasattr(backend, "record") or any(x.data_ptr() % 16 or x.device != device for x in present):
+    if not hasattr(backend, "record") or any(x.device != device for x in present):
         return _WITHOUT_PLAN
     copies = _copied(names, args)
     ready = [torch.empty(x.shape, dtype=x.dtype, device="meta") if i in copies else x for i, x in enumerate(args)]

@@ -19,6 +19,7 @@ FOUNDATION = [
     "gdn_ops.outputs",
     "gdn_ops.settings",
     "gdn_ops.counters",
+    "gdn_ops.plain",
     "gdn_ops.version",
 ]
 LAUNCHES = ["gdn_ops.backends.launching", "gdn_ops.backends.plans"]
@@ -27,6 +28,7 @@ ALLOWED = {
     "gdn_ops.version": [],
     "gdn_ops.derivatives": [],
     "gdn_ops.counters": [],
+    "gdn_ops.plain": [],
     "gdn_ops.reference": [],
     "gdn_ops.shapes": [],
     "gdn_ops.settings": ["gdn_ops.shapes"],

@@ -7,8 +7,10 @@ the arguments as Triton's own launcher made them (`Launcher`). Hooks on launches
 honoured: while there are any, every launch goes through Triton.
 """
 
+import contextvars
 import copy
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -70,11 +72,36 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], options: Mapping[str,
     known = _compiled.get(key)
     if known is not None:
         compiled, constants = known
-        compiled[grid](*args, *constants)
+        _run(compiled, grid, (*args, *constants))
         return
-    compiled = kernel[grid](*args, **options)
+    compiled = contextvars.copy_context().run(_first_launch, kernel, grid, args, options)
     if compiled is not None:
         _remember(key, kernel, compiled, args, options)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory of one launch for TMA descriptors that a kernel makes; torch's allocator aligns it to 512 bytes."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def _first_launch(kernel: Any, grid: Grid, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Compile and launch. Runs in a copy of the caller's context: Triton keeps its allocator there."""
+    triton.set_allocator(_allocate)
+    return kernel[grid](*args, **options)
+
+
+def _launch_with_scratch(compiled: Any, grid: Grid, args: tuple[Any, ...]) -> None:
+    """Launch a kernel that needs memory of its own; in a copy of the caller's context, as above."""
+    triton.set_allocator(_allocate)
+    compiled[grid](*args)
+
+
+def _run(compiled: Any, grid: Grid, args: tuple[Any, ...]) -> None:
+    """Launch a compiled kernel through Triton, on the current stream."""
+    if getattr(compiled.metadata, "global_scratch_size", 0):
+        contextvars.copy_context().run(_launch_with_scratch, compiled, grid, args)
+    else:
+        compiled[grid](*args)
 
 
 def compiled_for(
@@ -115,6 +142,11 @@ class Direct(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream on a device."""
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
 def hooked() -> bool:
     """Whether a profiler wants to see every launch."""
     runtime = triton.knobs.runtime
@@ -144,7 +176,9 @@ class Launcher:
         self.grid = grid
         launcher = compiled.run
         self.is_direct = _has_known_shape(launcher)
+        self.scratch_bytes = 0
         if self.is_direct:
+            self.scratch_bytes = launcher.global_scratch_size * launcher.num_ctas * math.prod(grid)
             self._function = _innermost(launcher.launch)
             wrap = sys.modules[type(launcher).__module__].wrap_handle_tensordesc  # type: ignore[attr-defined]
             signature = dict(compiled.src.signature.items())
@@ -153,13 +187,24 @@ class Launcher:
 
     def __call__(self, args: tuple[Any, ...]) -> None:
         """Launch through Triton, on the current stream; its hooks are called."""
-        self.compiled[self.grid](*args)
+        _run(self.compiled, self.grid, args)
 
-    def direct(self, stream: int, args: tuple[Any, ...]) -> Direct:
+    def direct(self, stream: int, args: tuple[Any, ...], scratch: int = 0) -> Direct:
         """The launch with its final arguments, not launched; only where `is_direct`.
 
-        `args` hold addresses instead of tensors, and the launch is valid for those.
+        `args` hold addresses instead of tensors, `scratch` is the address of `scratch_bytes`; the launch is valid for
+        those.
         """
+        if self.scratch_bytes:
+            return contextvars.copy_context().run(self._with_scratch, stream, args, scratch)
+        return self._make(stream, args)
+
+    def _with_scratch(self, stream: int, args: tuple[Any, ...], scratch: int) -> Direct:
+        """`_make`, in a copy of the caller's context: Triton keeps its allocator there."""
+        triton.set_allocator(lambda size, alignment, stream: scratch)
+        return self._make(stream, args)
+
+    def _make(self, stream: int, args: tuple[Any, ...]) -> Direct:
         compiled = self.compiled
         self._stand_in(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
         arguments, _taken.arguments = _taken.arguments, ()
@@ -171,7 +216,8 @@ def _has_known_shape(launcher: Any) -> bool:
     return (
         hasattr(sys.modules.get(type(launcher).__module__), "wrap_handle_tensordesc")
         and hasattr(launcher, "launch")
-        and getattr(launcher, "global_scratch_size", 1) == 0
+        and hasattr(launcher, "global_scratch_size")
+        and hasattr(launcher, "num_ctas")
         and getattr(launcher, "profile_scratch_size", 1) == 0
         and not getattr(launcher, "gsan_enabled", False)
         and not inspect.isfunction(_innermost(launcher.launch))

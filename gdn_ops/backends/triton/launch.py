@@ -66,7 +66,7 @@ def launch(
     if grid <= 0:
         return
     options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
-    if INTERPRETED.value:
+    if INTERPRETED.value and launching.recording.recorder is None:
         kernel[(grid,)](*args, **options)
     else:
         launching.launch(kernel, (grid, 1, 1), tuple(args), options)

@@ -1,0 +1,167 @@
+"""Which calls are repeated by a plan, with a backend that notes what it is asked."""
+
+import pytest
+import torch
+
+import gdn_ops
+from gdn_ops import repeats, settings
+
+NAMES = ("q", "g", "h0")
+
+
+class Backend:
+    """Records anything; its plans return what was asked for."""
+
+    def __init__(self, can=True):
+        self.recorded, self.planned, self.can = [], [], can
+
+    def record(self, run, tensors, device):
+        self.recorded.append(run(tensors))
+        assert repeats.pinned.backend is self
+        if not self.can:
+            return None
+
+        def plan(tensors):
+            if any(x is not None and x.data_ptr() % 16 for x in tensors):
+                return None
+            self.planned.append(list(tensors))
+            return tuple(self.recorded[-1])
+
+        return plan
+
+
+@pytest.fixture
+def backend():
+    return Backend()
+
+
+def remembered(backend, count=None):
+    written = []
+
+    def run(*args, **kwargs):
+        if repeats.pinned.backend is None:
+            written.append((args, kwargs))
+        return (*args, *kwargs.items())
+
+    return repeats.remembered(run, NAMES, lambda args, kwargs: backend, count), written
+
+
+def test_the_first_call_of_a_kind_runs_as_written_and_the_second_is_recorded(backend):
+    call, written = remembered(backend)
+    x = torch.randn(2, 4)
+    call(x)
+    assert (len(written), len(backend.recorded), len(backend.planned)) == (1, 0, 0)
+    for calls in (1, 2, 3):
+        call(torch.randn(2, 4))
+        assert (len(written), len(backend.recorded), len(backend.planned)) == (1, 1, calls)
+    assert repeats.pinned.backend is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ((torch.randn(2, 5), None, None), {}),
+        ((torch.randn(4, 2).t(), None, None), {}),
+        ((torch.randn(2, 4).double(), None, None), {}),
+        ((torch.randn(2, 4), torch.randn(2), None), {}),
+        ((torch.randn(2, 4), None, torch.randn(2)), {}),
+        ((torch.randn(2, 4), None, None), {"scale": 2.0}),
+        ((torch.randn(2, 4), None, None), {"switch": True}),
+    ],
+)
+def test_shapes_strides_dtypes_presence_and_options_make_kinds(backend, other):
+    call, written = remembered(backend)
+    for _ in range(3):
+        call(torch.randn(2, 4), None, None)
+    args, kwargs = other
+    call(*args, **kwargs)
+    assert len(written) == 2, "another kind's first call"
+    call(*args, **kwargs)
+    assert len(backend.recorded) == 2
+
+
+def test_the_backend_setting_and_torch_s_deterministic_mode_make_kinds(backend):
+    call, written = remembered(backend)
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        call(x, deterministic=False)
+    with settings.configure(backend="triton"):
+        call(x, deterministic=False)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(x, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(written) == 3
+
+
+def test_a_call_that_checks_values_runs_as_written(backend):
+    call, written = remembered(backend)
+    with settings.configure(debug=True):
+        for _ in range(3):
+            call(torch.randn(2, 4))
+    assert len(written) == 3
+
+
+def test_what_cannot_be_recorded_runs_as_written():
+    backend = Backend(can=False)
+    call, written = remembered(backend)
+    for _ in range(4):
+        call(torch.randn(2, 4))
+    assert (len(written), len(backend.recorded)) == (4, 1)
+    call, written = remembered(object())  # a backend without plans
+    for _ in range(4):
+        call(torch.randn(2, 4))
+    assert len(written) == 4
+
+
+def test_tensors_off_16_bytes_run_as_written_and_their_backend_is_never_that_of_others(backend):
+    call, written = remembered(backend)
+    odd, even = torch.randn(9)[1:], torch.randn(8)
+    for _ in range(3):
+        call(odd)
+    assert (len(written), len(backend.recorded)) == (3, 0)
+    call(even)
+    call(odd)
+    assert (len(written), len(backend.recorded), len(backend.planned)) == (4, 1, 1)
+
+
+def test_operands_are_made_dense_and_counted_as_without_a_plan(backend):
+    call, _ = remembered(backend)
+    q, g = torch.randn(4, 2).t(), torch.randn(6, 2).t()
+    for _ in range(2):
+        call(q, g)
+    gdn_ops.reset_stats()
+    call(q, g, None)
+    call(q, g)
+    assert gdn_ops.stats().input_copies == 1, "only the planned call counts here; g is not counted"
+    planned_q, planned_g = backend.planned[-1]
+    assert planned_q.is_contiguous()
+    assert planned_g.is_contiguous()
+    assert torch.equal(planned_q, q)
+    assert torch.equal(planned_g, g)
+
+
+def test_planned_calls_are_counted_once_each(backend):
+    call, _ = remembered(backend, count="packed_gradients")
+    gdn_ops.reset_stats()
+    row = torch.randn(2, 4)
+    for _ in range(4):
+        call(torch.randn(2, 4), layout=[1, 2], row=row)
+    assert gdn_ops.stats().packed_gradients == 3, "all but the first, which the implementation counts"
+    assert backend.planned[-1][-1] is row
+    call(torch.randn(2, 4), layout=[1, 3], row=row)
+    assert len(backend.recorded) == 1, "another layout is another kind"
+
+
+def test_the_memory_of_kinds_is_bounded(backend, monkeypatch):
+    monkeypatch.setattr(repeats, "_MOST_KINDS", 3)
+    call, written = remembered(backend)
+    for _ in range(2):
+        for n in range(1, 6):
+            call(torch.randn(n, 4))
+    assert len(written) == 10, "five kinds in turn never fit in a memory of three"
+    for _ in range(3):
+        call(torch.randn(5, 4))
+    assert backend.planned
