@@ -272,15 +272,35 @@ def test_autocast(dtype):
     on_and_off(f, dtype=dtype, fullgraph=True)
 
 
-def test_no_recompilation_for_other_sizes():
-    model, _ = make(two_layers)
+@pytest.mark.parametrize("name", ["two_layers", "tokens_first_row_with_others"])
+def test_no_recompilation_for_other_sizes(name):
+    f, packed, _ = BODIES[name]
+    model, _ = make(f)
     reports = []
     compiled = torch.compile(model, backend=eager_backend(reports.append), dynamic=True, fullgraph=True)
     for B, T in ((2, 6), (3, 6), (3, 11), (5, 7)):
         x = torch.randint(-1, 2, (B, T, 16)).double()
         for a, b in zip(step(compiled, model, x), step(model, model, x), strict=True):
             assert torch.equal(a, b)
-    assert [report.packed for report in reports] == [2]
+    assert [report.packed for report in reports] == [packed]
+
+
+def test_retain_grad_inside_the_compiled_region():
+    """torch breaks the graph there; the gradient that is kept is right, and the report says what it costs."""
+
+    def f(self, x):
+        q, k, v = heads(*parts(self.rows[0](x)))
+        q.retain_grad()
+        self.kept = q
+        return self.finish(toy(q, k, v, self.decay(x)))
+
+    kept, reports = [], []
+    for backend in ("eager", eager_backend(reports.append)):
+        model, x = make(f)
+        step(torch.compile(model, backend=backend), model, x)
+        kept.append(model.kept.grad)
+    assert torch.equal(*kept)
+    assert [call.reason for report in reports for call in report] == ["split_elsewhere"]
 
 
 def test_graph_break_between_layers():
