@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example             gloo on CPUs, NCCL on GPUs
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example --fsdp      parameters sharded by FSDP2 as well
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example --figure    time of a step, two GPUs against one
+    python -m gdn_ops.context_parallel.example --figure                         of one GPU, with the convolution's floor
 
-Without torchrun it runs as one rank. The text is this package's own source, byte by byte. Exits with 1 if a loss
-differs from the one-rank loss by more than rounding, or if the ranks exchange more than they should.
+Any number of processes will do; without torchrun it runs as one rank. The text is this package's own source, byte by
+byte. Exits with 1 if a loss differs from the one-rank loss by more than rounding, or if the ranks exchange more than
+they should.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gdn_ops
-from gdn_ops.context_parallel import Context, Partition, partition
+from gdn_ops.context_parallel import Context, Partition, causal_conv1d, partition
 from gdn_ops.context_parallel.partition import LAYOUTS
 
 # Relative difference of two float32 losses after a few steps; bfloat16 steps drift apart faster.
@@ -238,6 +240,11 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
         )  # fmt: skip
         return o
 
+    weight = torch.randn(width, 4, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def convolution(row: Tensor, context: Context) -> Tensor:
+        return causal_conv1d(row, weight, cp_context=context)
+
     compiled = torch.compile(layer, fullgraph=True)
     say(rank, f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, bfloat16, heads {heads}")
     say(rank, f"one document of {total} tokens, {options.layout}, against {alone.num_tokens} on one rank")
@@ -245,6 +252,7 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
     rows: tuple[tuple[str, Callable[..., Tensor], int], ...] = (
         ("op on a packed row", op, width),
         (f"layer, hidden {hidden}, compiled", compiled, hidden),
+        (f"convolution of {width} channels", convolution, width),
     )
     for name, function, channels in rows:
         times = []
@@ -254,24 +262,34 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
                 grad = torch.randn_like(function(x, context))
 
             def step(f: Any = function, x: Tensor = x, c: Context = context, do: Tensor = grad) -> None:
+                x.grad = None  # a sum into an earlier gradient would be timed too
                 f(x, c).backward(do)
 
             times.append(_milliseconds(step, options.repeats, ranks))
         say(rank, f"{name:<32} {times[0]:>10.3f} {times[1]:>10.3f} {times[0] / times[1]:>7.3f}")
+    row, other = (inputs(alone.num_tokens, width).detach() for _ in range(2))
+
+    def floor() -> None:
+        other.copy_(row)
+        torch.add(row, other, out=other)
+
+    # The convolution's forward reads and writes a row; its backward reads two and writes one.
+    say(rank, f"{'the same bytes copied and added':<32} {'':>10} {_milliseconds(floor, options.repeats, ranks):>10.3f}")
     return 0
 
 
 def _milliseconds(step: Callable[[], None], repeats: int, ranks: int) -> float:
-    """Median over repeats of the slowest rank's time."""
-    found = []
+    """A step's time among several in a row, as in training: median over repeats of the slowest rank's."""
+    found, steps = [], 5
     for repeat in range(repeats + 3):
         if ranks > 1:
             dist.barrier()
         torch.cuda.synchronize()
         started = time.perf_counter()
-        step()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
-        took = torch.tensor(time.perf_counter() - started, device="cuda")
+        took = torch.tensor((time.perf_counter() - started) / steps, device="cuda")
         if ranks > 1:
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if repeat >= 3:  # the first ones compile and warm up

@@ -5,6 +5,7 @@ import functools
 import problems
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gdn_ops
@@ -76,6 +77,21 @@ def test_compiled_inference_and_training():
     gdn_ops.reset_stats()
     run(compiled, PARTS)
     assert gdn_ops.stats().packed_gradients == 1
+
+
+def test_another_batch_of_equal_sizes_is_not_compiled_again():
+    """Other documents, cut elsewhere: equally many fragments and links, so the same graph."""
+    other = partition([0, 60, 60, 67, 140, 200], fragments=[
+        [(4, 41, 19), (3, 0, 73), (0, 20, 40), (1, 0, 0), (2, 0, 7), (4, 30, 11), (0, 0, 20), (4, 0, 30)]
+    ])  # fmt: skip
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda context, **x: call(context=context, **x), fullgraph=True, backend=graphs)
+    for part in (PARTS, other):
+        context = part.context(0)
+        found = run(functools.partial(compiled, context), part)
+        eager = run(functools.partial(call, context=context), part)
+        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+    assert graphs.frame_count == 1
 
 
 def test_any_input_may_want_a_gradient_alone():
