@@ -117,3 +117,34 @@ def epilogue(
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _gate_sums_kernel(
+    parts_ptr, dA_log_ptr, ddt_bias_ptr, NT, HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    h = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    dA_log = tl.zeros([BLOCK], tl.float32)
+    ddt_bias = tl.zeros([BLOCK], tl.float32)
+    for c0 in range(0, NT, BLOCK):
+        at = parts_ptr + (c0 + offs).to(tl.int64) * (2 * HV) + h
+        mask = c0 + offs < NT
+        dA_log += tl.load(at, mask=mask, other=0.0)
+        ddt_bias += tl.load(at + HV, mask=mask, other=0.0)
+    tl.store(dA_log_ptr + h, tl.sum(dA_log, 0).to(dA_log_ptr.dtype.element_ty))
+    if HAS_BIAS:
+        tl.store(ddt_bias_ptr + h, tl.sum(ddt_bias, 0).to(ddt_bias_ptr.dtype.element_ty))
+
+
+def gate_sums(parts: Tensor, dA_log: Tensor, ddt_bias: Tensor | None) -> None:
+    """Add up the chunks' shares `parts` [NT,2,HV] of dA_log and ddt_bias [HV], always in the same order.
+
+    Grid: one program a value head. A launch and not a sum of torch's, so that a backward consists of launches only
+    and can be repeated without its host code (`plans`).
+    """
+    NT, _, HV = parts.shape
+    launch(
+        _gate_sums_kernel, (HV,), parts, dA_log, ddt_bias, NT,
+        HV=HV, BLOCK=256, HAS_BIAS=ddt_bias is not None, num_warps=4,
+    )  # fmt: skip
