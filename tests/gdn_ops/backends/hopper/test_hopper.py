@@ -76,3 +76,46 @@ def test_targets_and_gradients_that_tma_cannot_address() -> None:
     for a, b in zip(targets, aligned[:3], strict=True):
         assert torch.equal(a.reshape(b.shape), b)
     assert odd[..., [0, -1, -2]].isnan().all()
+
+
+def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:
+    inputs, do, _ = oracle.make(HK=1, HV=2, T=70, gate=True)
+    A_log, dt_bias = (torch.tensor([x, 0.5], device=do.device) for x in (88.7, -200.0))
+    inputs = inputs._replace(A_log=A_log, dt_bias=dt_bias)
+    options = Options(128**-0.5)
+    out = measure.forward_once(inputs, options, "solve", final=False)
+    grads, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
+    assert torch.count_nonzero(grads.dg[..., 0]) == 0
+    assert all(x.isfinite().all() for x in grads)
+    assert torch.count_nonzero(grads.dg[..., 1]) > 0
+
+
+def test_tokens_farther_apart_than_32_bits_reach() -> None:
+    """Operands, output gradient and targets whose last token lies beyond 2^31 elements: the bits of dense ones."""
+    HK, HV, T, stride = 1, 3, 200, 2**24
+    assert (T - 1) * stride > 2**31
+    inputs, do, _ = oracle.make(HK=HK, HV=HV, bounds=[0, 70, T])
+    options = Options(128**-0.5)
+    far = torch.empty(T * stride, dtype=do.dtype, device=do.device).as_strided((1, T, stride), (T * stride, stride, 1))
+
+    def moved(x: torch.Tensor, column: int) -> torch.Tensor:
+        target = far[..., column : column + x.shape[2] * 128].unflatten(-1, (x.shape[2], 128))
+        return target.copy_(x)
+
+    columns = [0, 128 * HK, 256 * HK, 128 * (2 * HK + HV)]
+    q, k, v, far_do = (moved(x, column) for x, column in zip((inputs.q, inputs.k, inputs.v, do), columns, strict=True))
+    results = []
+    for given, given_do in ((inputs, do), (inputs._replace(q=q, k=k, v=v), far_do)):
+        assert hopper.unsupported_reason(given, options) is None
+        out = measure.forward_once(given, options, "solve", final=True)
+        grads, _ = measure.backward_once(out, given_do, None, given, options, packed=False)
+        results.append((out.o, out.final_state, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    start = columns[-1] + 128 * HV
+    targets = [
+        far[..., start + i * 1024 : start + i * 1024 + heads * 128].unflatten(-1, (heads, 1, 128))
+        for i, heads in enumerate((HK, HK, HV))
+    ]
+    hopper.chunk_bwd(grads._replace(dq=targets[0], dk=targets[1], dv=targets[2]), do, None, inputs, out.saved, options)
+    for target, x in zip(targets, results[0][2:5], strict=True):
+        assert torch.equal(target.reshape(x.shape), x)
