@@ -165,3 +165,124 @@ def test_the_memory_of_kinds_is_bounded(backend, monkeypatch):
     for _ in range(3):
         call(torch.randn(5, 4))
     assert backend.planned
+
+
+# ---- on a GPU: plans of the real backends
+
+HK, HV, D, T = 2, 4, 128, 300
+
+
+def gpu_backends():
+    if not torch.cuda.is_available():
+        return ["none"]
+    return ["triton", "hopper"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
+
+
+def leaves_of(seed, device="cuda"):
+    """A packed row, g and beta that require grad, and boundaries that move with the seed."""
+    gen = torch.Generator().manual_seed(seed)
+    row = torch.randn(1, T, (2 * HK + HV) * D, generator=gen).to(device, torch.bfloat16)
+    g = -torch.rand(1, T, HV, generator=gen).to(device)
+    beta = torch.rand(1, T, HV, generator=gen).to(device)
+    cu_seqlens = torch.tensor([0, 50 + seed, 290], device=device)
+    return [x.requires_grad_() for x in (row, g, beta)], cu_seqlens
+
+
+def gpu_step(form, leaves, cu_seqlens):
+    """Output and gradients of one step."""
+    heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
+    options = {"cu_seqlens": cu_seqlens, "use_qk_l2norm_in_kernel": True}
+    row, g, beta = leaves
+    if form == "packed":
+        o, _ = gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **heads, **options)
+    else:
+        split = gdn_ops.packed_qkv_views if form == "views" else gdn_ops.packing.split_row
+        o, _ = gdn_ops.chunk_gated_delta_rule(*split(row, **heads), g, beta, **options)
+    return [o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))]
+
+
+def assert_same_bits(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", gpu_backends())
+@pytest.mark.parametrize("form", ["plain", "packed", "views"])
+def test_gpu_plans_give_the_bits_of_the_host_code(backend, form, poison_memory):
+    with settings.configure(backend=backend):
+        for seed in range(4):
+            leaves, cu_seqlens = leaves_of(seed)
+            found = gpu_step(form, leaves, cu_seqlens)
+            with settings.configure(debug=True):  # runs as written
+                assert_same_bits(found, gpu_step(form, leaves, cu_seqlens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", gpu_backends())
+def test_gpu_calls_allocate_their_outputs_and_one_workspace_and_hooks_see_few_launches(backend):
+    from triton import knobs
+
+    def allocations():
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    (row, g, beta), cu_seqlens = leaves_of(0)
+    heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
+    launches = []
+    with settings.configure(backend=backend):
+        for _ in range(3):
+            gpu_step("packed", [row, g, beta], cu_seqlens)
+        do = torch.ones(1, T, HV, D, dtype=row.dtype, device="cuda")
+        start = allocations()
+        o, _ = gdn_ops.chunk_gated_delta_rule_packed(
+            row, g, beta, **heads, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True
+        )
+        after_forward = allocations()
+        torch.autograd.grad(o, [row, g, beta], do)
+        after_backward = allocations()
+        knobs.runtime.launch_enter_hook.add(launches.append)
+        try:
+            gpu_step("packed", [row, g, beta], cu_seqlens)
+        finally:
+            knobs.runtime.launch_enter_hook.remove(launches.append)
+    assert after_forward - start <= 6, "o, norms, gates, solve, scores and a workspace"
+    assert after_backward - after_forward <= 4, "one row, dg, dbeta and a workspace"
+    assert 7 <= len(launches) <= 20, "forward and backward, and hooks see each launch"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", gpu_backends())
+def test_gpu_plans_follow_the_current_stream_and_are_captured(backend):
+    leaves, cu_seqlens = leaves_of(0)
+    with settings.configure(backend=backend):
+        for _ in range(3):
+            wanted = gpu_step("packed", leaves, cu_seqlens)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = gpu_step("packed", leaves, cu_seqlens)
+        side.synchronize()
+        assert_same_bits(found, wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = gpu_step("packed", leaves, cu_seqlens)
+        others, other_bounds = leaves_of(1)
+        with torch.no_grad():
+            for x, y in zip(leaves, others, strict=True):
+                x.copy_(y)
+        cu_seqlens.copy_(other_bounds)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(captured, gpu_step("packed", others, other_bounds))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_gpu_plans_run_on_the_tensors_device():
+    with settings.configure(backend="triton"):
+        for seed in range(3):
+            leaves, cu_seqlens = leaves_of(seed, "cuda:1")
+            with torch.cuda.device(0):
+                found = gpu_step("packed", leaves, cu_seqlens)
+            others, other_bounds = leaves_of(seed, "cuda:0")
+            assert_same_bits([x.cpu() for x in found], [x.cpu() for x in gpu_step("packed", others, other_bounds)])

@@ -1,0 +1,142 @@
+"""A plan launches what the host code launches, argument by argument, without a GPU and without compiling."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gdn_ops import ops, outputs
+from gdn_ops.backends import hopper, launching, plans
+from gdn_ops.shapes import packed_width
+
+D = 128
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents in two groups of heads": {"HK": 2, "varlen": True, "groups": True},
+    "packed, every option": {"HK": 2, "varlen": True, "everything": True, "packed": True, "save": "inputs"},
+    "batch, states kept": {"B": 2, "T": 100, "save": "states"},
+    "one long document": {"T": 16384, "save": "solve"},
+}
+
+
+class Launches:
+    """Takes launches."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def add(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
+        self.taken.append((kernel, grid, args, dict(options)))
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(ops, "_AUTO", {"cpu": ("hopper",), "meta": ("hopper",)})
+    monkeypatch.setitem(hopper.gradients.__globals__, "multiprocessors", lambda: 132)
+    # What the forward keeps for a cut document depends on the device, and stand-ins are on none.
+    monkeypatch.setattr(outputs, "_UNCUT_DEVICES", ())
+
+
+def calls_of(
+    HK: int = 1, R: int = 3, B: int = 1, T: int = 320, varlen: bool = False, everything: bool = False,
+    packed: bool = False, save: str = "solve", groups: bool = False,
+) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
+    """A forward and a backward op, their tensors and options; contents do not matter."""
+    HV = HK * R
+    row = torch.empty(B, T, packed_width(HK, HV, D), dtype=torch.bfloat16)
+    operands = (row,) if packed else ops._Heads(HK, HV, D).views(row)
+    cu = torch.tensor([0, 100, 230, T]) if varlen else None
+    state = torch.empty(3 if varlen else B, HV, D, D) if everything else None
+    gate = (torch.empty(HV), torch.empty(HV)) if everything else (None, None)
+    scales = (torch.empty(B, T, HV), torch.empty(B, T, HV))
+    options = {"scale": 0.1, "use_qk_l2norm": everything, "use_beta_sigmoid": everything}
+    if packed:
+        options |= {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
+    meta = [x if x is None else x.to("meta") for x in (*operands, *scales, state, cu, *gate)]
+    name = "chunk_packed" if packed else "chunk"
+    kept = ops._IMPLEMENTATIONS[f"{name}_fwd"][1](*meta, **options, save=save, output_final_state=everything)
+    saved = [torch.empty(x.shape, dtype=x.dtype) for x in kept[2:]]
+    do = torch.empty(B, T, HV, D, dtype=torch.bfloat16)
+    forward = (*operands, *scales, state, cu, *gate)
+    backward = (do, state, *operands, *scales, *saved, state, cu, *gate)
+    return [
+        (f"{name}_fwd", forward, {**options, "save": save, "output_final_state": everything}),
+        (f"{name}_bwd", backward, options),
+    ]
+
+
+def compare(name: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any], monkeypatch: Any) -> int:
+    """Number of launches, all found equal."""
+    run = ops._IMPLEMENTATIONS[name][0]
+    launches = Launches()
+    launching.recording.recorder = launches
+    try:
+        results = run(*tensors, **options)
+    finally:
+        launching.recording.recorder = None
+    compiled: list[tuple[Any, Any]] = []
+
+    def compiled_for(kernel: Any, grid: Any, args: Any, options: Any) -> tuple[Any, tuple[Any, ...]]:
+        compiled.append((kernel, grid))
+        return SimpleNamespace(run=None), tuple(options.values())
+
+    monkeypatch.setattr(launching, "compiled_for", compiled_for)
+    plan = plans.record(lambda stand_ins: run(*stand_ins, **options), tensors, torch.device("cpu"))
+    assert plan is not None
+    for found, wanted in zip(plan.outputs, results, strict=True):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert found.strides == wanted.stride()
+    assert compiled == [launch[:2] for launch in launches.taken]
+
+    known = (*tensors, *results)
+    workspace = 1 << 50
+    addresses = (*[0 if x is None else x.data_ptr() for x in known], workspace)
+    storages = {x.untyped_storage().data_ptr() for x in known if x is not None}
+    bases: dict[int, int] = {}
+    """Where in the workspace a temporary tensor's storage starts, this launch and every other."""
+
+    def same(found: Any, wanted: Tensor) -> None:
+        storage = wanted.untyped_storage()
+        if storage.data_ptr() in storages:
+            assert found == wanted.data_ptr()
+        else:
+            assert workspace <= found < workspace + plan.workspace_bytes
+            assert (
+                bases.setdefault(storage._cdata, found - wanted.storage_offset() * wanted.element_size())
+                + (wanted.storage_offset() * wanted.element_size())
+                == found
+            )
+            assert found + storage.nbytes() - wanted.storage_offset() * wanted.element_size() <= (
+                workspace + plan.workspace_bytes
+            )
+
+    for step, (_, _, args, constants) in zip(plan.steps, launches.taken, strict=True):
+        found_args, _ = step.at(addresses)
+        for found, wanted in zip(found_args, (*args, *constants.values()), strict=True):
+            if isinstance(wanted, Tensor):
+                same(found, wanted)
+            elif hasattr(wanted, "block_shape"):
+                same(found.base.data_ptr(), wanted.base)
+                for field in ("shape", "strides", "block_shape", "layout", "padding"):
+                    assert getattr(found, field) == getattr(wanted, field)
+                assert found.base.dtype == wanted.base.dtype
+            else:
+                assert found == wanted
+                assert type(found) is type(wanted)
+    return len(plan.steps)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_launches_what_the_host_code_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if case.get("groups"):
+        monkeypatch.setattr(hopper, "_GROUPED_SCRATCH_BYTES", 0)
+        monkeypatch.setattr(hopper, "_GROUPED_PROGRAMS", 0)
+    for op, tensors, options in calls_of(**case):
+        assert compare(op, tensors, options, monkeypatch) >= 4
