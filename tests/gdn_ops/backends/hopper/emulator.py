@@ -292,15 +292,11 @@ _REPLACED = {
 _emulated: dict[JITFunction, Callable[..., Any]] = {}
 
 
-class _Globals(dict[str, Any]):
-    """A kernel's global names: replaced, emulated in turn, or constants taken out of their wrappers."""
-
-
 def _function(kernel: JITFunction) -> Callable[..., Any]:
     if kernel in _emulated:
         return _emulated[kernel]
     source = kernel.fn
-    names = _Globals(source.__globals__)
+    names = dict(source.__globals__)
     result = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
     _emulated[kernel] = result
     for name in source.__code__.co_names:
