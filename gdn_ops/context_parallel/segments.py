@@ -62,10 +62,26 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0 else x.contiguous()
 
 
+def _stops_at_states(backend: Any, inputs: Inputs) -> bool:
+    """Whether a backend has the optional functions that compute states and nothing else."""
+    return hasattr(backend, "final_states") and inputs.q.shape[1] > 0
+
+
+def _allocate_states(inputs: Inputs) -> Tensor:
+    assert inputs.cu_seqlens is not None
+    shape = (inputs.cu_seqlens.shape[0] - 1, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3])
+    return inputs.k.new_empty(shape, dtype=accumulator_dtype(inputs.k.dtype))
+
+
 def _final_states(inputs: Inputs, options: Options) -> Tensor:
     """The state after each segment [A,HV,K,V], for boundaries that are pairs."""
+    backend = backend_for(inputs, options)
+    if _stops_at_states(backend, inputs):
+        states = _allocate_states(inputs)
+        backend.final_states(states, inputs, options)
+        return states[::2]
     out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=options.use_qk_l2norm, save="none")
-    backend_for(inputs, options).chunk_fwd(out, inputs, options, "none")
+    backend.chunk_fwd(out, inputs, options, "none")
     return out.final_state[::2]
 
 
@@ -121,21 +137,29 @@ def _segment_summary_bwd(
     chosen = Options(**options)
     q, k, v, do = (_dense(x) for x in (q, k, v, do))
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    acc = accumulator_dtype(k.dtype)
-    # The gradient that a state receives does not depend on the state.
-    start = k.new_zeros((segments.shape[0] - 1, HV, K, V), dtype=acc)
     end = None if dfinal_state is None else _between(rows(dfinal_state, documents))
-    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), start, segments, A_log, dt_bias)
-    none = k.new_empty((0,))
+    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, segments, A_log, dt_bias)
+    told = _allocate_gradient_summary(k, v, segments)
+    told.view(-1, HV, K, V).copy_(_initial_state_gradients(do, end, inputs, chosen)[::2])
+    return told
+
+
+def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options) -> Tensor:
+    """The gradient of every document's initial state [N,HV,K,V]. It does not depend on that state."""
+    start = _allocate_states(inputs)
+    backend = backend_for(inputs, options)
+    if _stops_at_states(backend, inputs):
+        backend.initial_state_gradients(start, do, dfinal_state, inputs, options)
+        return start
+    inputs = inputs._replace(initial_state=start.zero_())
+    none = start.new_empty((0,))
     out = allocate_chunk_bwd(inputs)
     targets = [
         gradient_target(grad, None, None, x.shape[2], x.shape[3]) for grad, x in zip(out[:3], inputs[:3], strict=True)
     ]
     filled = out._replace(dq=targets[0], dk=targets[1], dv=targets[2])
-    backend_for(inputs, chosen).chunk_bwd(filled, do, end, inputs, Saved(*(none,) * len(Saved._fields)), chosen)
-    told = _allocate_gradient_summary(k, v, segments)
-    told.view(-1, HV, K, V).copy_(out.d_initial_state[::2])
-    return told
+    backend.chunk_bwd(filled, do, dfinal_state, inputs, Saved(*(none,) * len(Saved._fields)), options)
+    return out.d_initial_state
 
 
 def _allocate_gradient_summary(k: Tensor, v: Tensor, segments: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
-from gdn_ops.backends.hopper.reverse import reverse, summarise_reverse
+from gdn_ops.backends.hopper.reverse import reverse, reverse_to_start, summarise_reverse
 from gdn_ops.backends.hopper.scores import scores
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
@@ -105,9 +105,7 @@ def chunk_bwd(
         return
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
-        flat_do = _tokens(do)
-        if flat_do is None or tma.unaddressable(flat_do) is not None:
-            flat_do = do.contiguous().view(s.B * s.T, s.HV, s.V)
+        flat_do = _addressable_gradient(do)
         targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
@@ -120,12 +118,7 @@ def chunk_bwd(
         elif rule.is_split and rule.num_cuts > 0:
             cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None)
         if cuts is not None and cuts.transitions is not None:
-            cut_dstates = torch.empty_like(cuts.states)
-            summarise_reverse(
-                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
-                dfinal_state=dfinal_state, cut_dstates=cut_dstates,
-            )  # fmt: skip
-            combine(cut_dstates, cuts.transitions, chunks.cuts, backwards=True)
+            cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         keep_states = saved.states.shape[0] > 0
@@ -224,7 +217,7 @@ class _Prepared(NamedTuple):
 
 def _prepare(
     q: Tensor, k: Tensor, inputs: Inputs, options: Options, s: Sizes, chunks: Chunks,
-    into: Saved | None = None, saved: Saved | None = None,
+    into: Saved | None = None, saved: Saved | None = None, has_scores: bool = True,
 ) -> _Prepared:  # fmt: skip
     """Compute what the sequential kernels read: `into` the saved tensors of a forward, or from those of a backward."""
     have = saved is not None and saved.gates.shape[0] > 0
@@ -238,7 +231,7 @@ def _prepare(
             norms=float32.new_empty((s.B, s.T, 2, s.HK) if options.use_qk_l2norm else (0,)),
             gates=float32.new_empty((s.num_chunks, s.HV, CHUNK)),
             solve=q.new_empty((s.num_chunks, s.HV, CHUNK, CHUNK)),
-            scores=q.new_empty((s.num_chunks, s.HV, CHUNK, CHUNK)),
+            scores=q.new_empty((s.num_chunks if has_scores else 0, s.HV, CHUNK, CHUNK)),
             states=float32,
             updates=float32,
             checkpoints=float32,
@@ -255,7 +248,7 @@ def _prepare(
     )  # fmt: skip
     if not have:
         products = kept.gates.new_empty((s.num_chunks, s.HK, CHUNK, CHUNK))
-        scores(q, k, norm, kept.gates, kept.scores, products, chunks, options)
+        scores(q, k, norm, kept.gates, kept.scores if has_scores else None, products, chunks, options)
         solve(products, beta, kept.gates, kept.solve, chunks, options)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
 
@@ -295,6 +288,61 @@ def _states_at_cuts(
     return cuts
 
 
+def _gradients_at_cuts(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dfinal_state: Tensor | None, kept: _Prepared, chunks: Chunks,
+    transitions: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradients of the transposed states at cuts [NC,HV,V,K]."""
+    cut_dstates = torch.empty_like(transitions)
+    summarise_reverse(
+        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks, dfinal_state=dfinal_state, cut_dstates=cut_dstates
+    )  # fmt: skip
+    combine(cut_dstates, transitions, chunks.cuts, backwards=True)
+    return cut_dstates
+
+
+def final_states(out: Tensor, inputs: Inputs, options: Options) -> None:
+    """Fill `out` [N,HV,K,V] with the states after the documents and compute nothing else; q is not read.
+
+    For calls that `unsupported_reason` accepts and that have tokens.
+    """
+    s = sizes(inputs)
+    rule = segment_rule(s)
+    with on_device(inputs.q):
+        _, k, v = (_flat(x) for x in inputs[:3])
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, k)
+        kept = _prepare(k, k, inputs, options, s, chunks, has_scores=False)
+        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None) if rule.is_split else None
+        forward(
+            k, k, v, kept.solve, kept.solve, kept.factors, chunks,
+            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states, final_state=out,
+        )  # fmt: skip
+
+
+def initial_state_gradients(
+    out: Tensor, do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options
+) -> None:
+    """Fill `out` [N,HV,K,V] with the gradients of the documents' initial states and compute nothing else.
+
+    They depend on no state. For calls that `unsupported_reason` accepts and that have tokens.
+    """
+    s = sizes(inputs)
+    rule = segment_rule(s)
+    with on_device(inputs.q):
+        q, k, v = (_flat(x) for x in inputs[:3])
+        flat_do = _addressable_gradient(do)
+        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
+        kept = _prepare(q, k, inputs, options, s, chunks)
+        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None) if rule.is_split else None
+        cut_dstates = None
+        if cuts is not None and cuts.transitions is not None:
+            cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions)
+        reverse_to_start(
+            q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
+            dfinal_state=dfinal_state, d_initial_state=out, cut_dstates=cut_dstates,
+        )  # fmt: skip
+
+
 # ---- layouts
 
 
@@ -310,6 +358,14 @@ def _tokens(x: Tensor) -> Tensor | None:
 def _flat(x: Tensor) -> Tensor:
     tokens = _tokens(x)
     assert tokens is not None, "unsupported_reason() lets only such operands through"
+    return tokens
+
+
+def _addressable_gradient(do: Tensor) -> Tensor:
+    """An output gradient as [B*T,HV,V], copied if no descriptor can describe it."""
+    tokens = _tokens(do)
+    if tokens is None or tma.unaddressable(tokens) is not None:
+        tokens = do.contiguous().view(-1, *do.shape[2:])
     return tokens
 
 

@@ -272,6 +272,8 @@ def _forward_kernel(
         num_chunks = gl.where((stop >= 0) & ((start >= 0) | (is_transition == 0)), num_chunks, 0)
         # Rows past the last token read as zeros.
         first_value = gl.where(is_transition, T, first)
+    elif not OUTPUT and not STATES:
+        num_chunks = gl.where(stop < 0, num_chunks, 0)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
     solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
@@ -315,7 +317,7 @@ def forward(
     o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
     updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
-    """Run the recurrence; q, k, v [T,H,D] at any addressable strides.
+    """Run the recurrence; q, k, v [T,H,D] at any addressable strides (q is read for o only).
 
     Runs on documents or, given the states cut_states [NC,HV,V,K], on segments. Fills what is given: o [T,HV,V] and
     final_state [N,HV,K,V]; the states at cuts, checkpoints [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and

@@ -53,9 +53,9 @@ def _produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
-    HV: gl.constexpr, SUMMARY: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = (3 if SUMMARY else 4) * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
+    BYTES: gl.constexpr = (4 if OUTPUT else 3) * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
     for i in range(num_chunks):
         c = num_chunks - 1 - i
         stage = i % STAGES
@@ -71,7 +71,7 @@ def _produce(
         async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         async_load(q_desc, [token, q_column], bar, q_s.index(stage))
-        if not SUMMARY:
+        if OUTPUT:
             async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
             async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
 
@@ -81,7 +81,8 @@ def _consume(
     half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
     first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
+    SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
@@ -100,7 +101,7 @@ def _consume(
         shape=[4, 8, 64],
     )
     zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
-    if not SUMMARY:
+    if OUTPUT:
         dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
         dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
     value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
@@ -137,7 +138,7 @@ def _consume(
             cleared()
         from_state_MC = warpgroup_mma(operand_MK, k.permute((1, 0)), zero_MC, use_acc=False, is_async=True)
         du_MC = warpgroup_mma(do_T, scores_s.index(stage), zero_MC, use_acc=False, is_async=True)
-        if not SUMMARY:
+        if OUTPUT:
             store_wait(0)
             dstate_s.store(rounded_MK)
             fence_async_shared()
@@ -158,7 +159,7 @@ def _consume(
         dv_MC = warpgroup_mma_wait(1, deps=[dv_MC])
         from_v_MC = gl.convert_layout((dv_MC * (-read_C)).to(dtype), OPERAND_MK)
         dstate_MK = warpgroup_mma(from_v_MC, k, dstate_MK, is_async=True)
-        if not SUMMARY:
+        if OUTPUT:
             store_wait(0)
             dv_s.permute((1, 0)).store(dv_MC.to(dtype))
             if token + _C <= last:
@@ -194,14 +195,15 @@ def _consume_low(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
     first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
+    SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
         first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -210,14 +212,15 @@ def _consume_high(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
     first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr,
+    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
+    SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     _consume(
         1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
         factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
         first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
     )  # fmt: skip
 
 
@@ -227,7 +230,7 @@ def _reverse_kernel(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, segments_ptr,
     q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr,
+    OUTPUT: gl.constexpr, SUMMARY: gl.constexpr,
     HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -246,10 +249,12 @@ def _reverse_kernel(
     if SUMMARY:
         # A document's first segment hands on nothing.
         num_chunks = gl.where(start >= 0, num_chunks, 0)
+    elif not OUTPUT:
+        num_chunks = gl.where(start < 0, num_chunks, 0)
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
     q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [1 if SUMMARY else 2 * STAGES, _C, _M], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES if OUTPUT else 1, _C, _M], TILE)
     do_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
     solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
     scores_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
@@ -266,19 +271,19 @@ def _reverse_kernel(
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
                 first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
                 first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
                 q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h,
-                HV, SUMMARY, FACTORS, STAGES,
+                HV, OUTPUT, FACTORS, STAGES,
             )),
         ],
         [4, 1],
@@ -314,6 +319,17 @@ def summarise_reverse(
     )  # fmt: skip
 
 
+def reverse_to_start(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    *, dfinal_state: Tensor | None, d_initial_state: Tensor, cut_dstates: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill d_initial_state [N,HV,K,V] and nothing else; arguments as for `reverse`."""
+    _launch(
+        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, d_initial_state, cut_dstates,
+        range(v.shape[1]),
+    )  # fmt: skip
+
+
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,
@@ -321,7 +337,6 @@ def _launch(
 ) -> None:  # fmt: skip
     HV = v.shape[1]
     runs = chunks.documents if cut_dstates is None else chunks.segments
-    is_summary = dstates is None or dv is None or sums is None
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     stand_in = factors
     if dstates is None or dv is None or sums is None:
@@ -340,7 +355,8 @@ def _launch(
         stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
         stand_in if cut_dstates is None else cut_dstates, runs,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start,
-        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums, HAS_CUTS=cut_dstates is not None, SUMMARY=is_summary,
+        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums, HAS_CUTS=cut_dstates is not None,
+        OUTPUT=dstates is not None, SUMMARY=dstates is None and d_initial_state is None,
         HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

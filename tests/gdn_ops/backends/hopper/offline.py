@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "long_full": {
         "HK": 2, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
     },
+    "states_only": {"varlen": True, "states_only": True},
     "half": {"dtype": torch.float16, "norm": True, "varlen": True, "R": 2},
     "one_head": {"HK": 1, "R": 1, "B": 2, "T": 100},
 }  # fmt: skip
@@ -55,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compile_case(
     *, HK: int = 16, R: int = 3, B: int = 1, T: int = 4096, dtype: torch.dtype = torch.bfloat16, norm: bool = False,
     gate: bool = False, sigmoid: bool = False, doubled: bool = False, varlen: bool = False, initial: bool = False,
-    packed: bool = False, save: str = "solve",
+    packed: bool = False, save: str = "solve", states_only: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Compile everything that a forward and a backward of this shape launch; the compiled kernels, in launch order."""
     HV, D = HK * R, 128
@@ -112,6 +113,10 @@ def compile_case(
         grads = grads._replace(dq=targets[0], dk=targets[1], dv=targets[2])
         do = empty(B, T, HV, D, dtype=dtype)
         hopper.chunk_bwd(grads, do, empty(*out.final_state.shape) if initial else None, inputs, out.saved, options)
+        if states_only:
+            states = empty(5 if varlen else B, HV, D, D)
+            hopper.final_states(states, inputs, options)
+            hopper.initial_state_gradients(states, do, None, inputs, options)
     finally:
         JITFunction.run = run
         hopper.gradients.__globals__["multiprocessors"] = multiprocessors

@@ -18,7 +18,7 @@ import measure
 import oracle
 
 from gdn_ops import outputs, shapes
-from gdn_ops.backends import launching
+from gdn_ops.backends import hopper, launching
 from gdn_ops.backends.hopper.chunks import chunk_table
 from gdn_ops.shapes import Options, segment_rule, sizes
 
@@ -142,3 +142,25 @@ def test_table_tiles_every_document() -> None:
         assert [row[6] for row in own] == [*range(first_cut, first_cut + count), -1]
         assert all(b[2] == a[2] + a[3] and b[0] == a[0] + 64 * a[3] for a, b in itertools.pairwise(own))
     assert [row[4] for row in chunks.documents.tolist()] == [0, 3, 4, 2, 1], "longest first"
+
+
+@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
+@pytest.mark.parametrize("initial", [True, False])
+def test_states_alone_have_the_bits_of_a_whole_call(
+    chains: int, initial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+    inputs, do, dfinal = oracle.make(device="cpu", **{**CUT, "HK": 1, "HV": 2, "norm": True})
+    options = Options(128**-0.5, use_qk_l2norm=True)
+    out = measure.forward_once(inputs, options, "inputs", final=True)
+    grads, _ = measure.backward_once(out, do, dfinal if initial else None, inputs, options, packed=False)
+    states = torch.full_like(out.final_state, float("nan"))
+    gradients = states.clone()
+    launched.clear()
+    hopper.final_states(states, inputs._replace(q=inputs.k), options)
+    hopper.initial_state_gradients(
+        gradients, do, dfinal if initial else None, inputs._replace(initial_state=None), options
+    )
+    assert torch.equal(states, out.final_state)
+    assert torch.equal(gradients, grads.d_initial_state)
+    assert "_gradients_kernel" not in launched
