@@ -38,17 +38,21 @@ SCHEMAS = {
 """Argument and result lists, by name (namespace `gdn`). x is [T,W]; history, tails [F,width-1,W] or zero rows."""
 
 
+KERNEL_BY_DEFAULT = False
+"""Whether the backend setting "auto" takes the kernel on a GPU; for one that has passed its GPU tests in this form."""
+
+
 def _backend(x: Tensor) -> Any:
-    """The module that runs a convolution of `x`; there is one kernel for every GPU, the Triton backend's."""
+    """The module that runs a convolution of `x`; every GPU backend's is the Triton kernel."""
     wanted = settings.current().backend
-    if wanted == "cpu" or (wanted == "auto" and not x.is_cuda):
-        return _load("cpu_conv")
+    if wanted == "cpu" or (wanted == "auto" and not (x.is_cuda and KERNEL_BY_DEFAULT)):
+        return _load("cpu_conv")  # torch operations, right on every device
     kernels = _load("triton.conv")
     reason = kernels.unsupported_reason(x)
     if reason is None:
         return kernels
     if wanted == "auto":
-        return _load("cpu_conv")  # torch operations, right on every device
+        return _load("cpu_conv")
     raise NotImplementedError(f"no backend for the convolution: {wanted}: {reason}")
 
 

@@ -181,7 +181,14 @@ def test_no_document_gives_zeros():
     assert not x.grad.any()
 
 
+@pytest.fixture
+def kernel():
+    with gdn_ops.settings.configure(backend="triton"):
+        yield
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-7), (torch.float32, 1e-6)])
 def test_gpu_pieces_are_as_whole_documents(dtype, tolerance):
     """Halo rows, and gradients that go back over them, in the GPU's kernels; one rank stands for all."""
@@ -198,3 +205,25 @@ def test_gpu_pieces_are_as_whole_documents(dtype, tolerance):
     assert close(pieces[1:], [x.double() for x in whole[1:]], tolerance)
     assert all(torch.equal(a, b) for a, b in zip(pieces, found(function, **data), strict=True))
     assert close(whole, [x.cuda() for x in answer([0, 100, 700], **{n: x.cpu() for n, x in data.items()})], tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2**-7), (torch.float32, 1e-5)])
+def test_gpu_default_is_within_rounding_of_float64(dtype, tolerance):
+    data = {name: x.cuda() for name, x in problem(700, 4, dtype).items()}
+    cu_seqlens = torch.tensor([0, 100, 700], device="cuda")
+    result = found(lambda *t: causal_conv1d(*t, cu_seqlens=cu_seqlens), **data)
+    assert close(result, [x.cuda() for x in answer([0, 100, 700], **{n: x.cpu() for n, x in data.items()})], tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
+def test_gpu_compiled_is_eager():
+    cu_seqlens = torch.tensor([0, 100, 700], device="cuda")
+    data = {name: x.cuda() for name, x in problem(700, 4, torch.bfloat16).items()}
+
+    def function(x, weight, bias):
+        return causal_conv1d(x, weight, bias, cu_seqlens=cu_seqlens)
+
+    eager, compiled = found(function, **data), found(torch.compile(function, fullgraph=True), **data)
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))

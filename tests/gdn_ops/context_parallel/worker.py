@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gdn_ops
+from gdn_ops import settings
 from gdn_ops.context_parallel import RecomputeHandle, causal_conv1d, conv, partition, path
 
 CU_SEQLENS = [0, 66, 66, 67, 131, 300]
@@ -290,6 +291,12 @@ def case_graphs(device, dtype):
 
 
 def case_conv(device, dtype):
+    """On a GPU in the kernel, whatever the setting takes by itself."""
+    with settings.configure(backend="triton" if device.type == "cuda" else "auto"):
+        return convolutions(device, dtype)
+
+
+def convolutions(device, dtype):
     """The convolution over ranks and on one: bits of the forward, gradients, exchanges; checkpointed and compiled."""
     rank = dist.get_rank()
     # Fragments shorter than the convolution reaches: rows come from several ranks back.
