@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.backends.triton import chunks, forward, gradients, reverse, scores, solve
-from gdn_ops.backends.triton.launch import TRITON_DTYPES
+from gdn_ops.backends.triton.launch import TRITON_DTYPES, is_amd, on_hopper, takes_tma
 from gdn_ops.backends.triton.primitives import INTERPRETED
 from gdn_ops.outputs import Backward, Forward
 from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
@@ -49,8 +49,8 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
         if x.stride(1) * CHUNK >= 2**31:
             return f"token stride {x.stride(1)} (supported: below {2**31 // CHUNK} elements)"
     if q.is_cuda:
-        if torch.version.hip is not None:
-            return "AMD GPUs (the tiles need more than 64 KB of shared memory)"
+        if is_amd():
+            return "AMD GPUs (the kernels compile for gfx942 but have not been run on one)"
         if torch.cuda.get_device_capability(q.device) < (8, 0):
             return "compute capability below 8.0"
         return None
@@ -84,7 +84,8 @@ def scratch_bytes(
 ) -> ScratchBytes:
     """Scratch of one call of these sizes, exactly what the launchers allocate (before the allocator's rounding).
 
-    `itemsize` is that of q, k and v; `use_gate` says whether A_log is given. Nothing is run.
+    `itemsize` is that of q, k and v; `use_gate` says whether A_log is given. Nothing is run. Where the current device
+    is a Hopper GPU, the descriptors of its copy engine are counted, although strides may keep a call from using it.
     """
     if s.B == 0 or s.T == 0:
         return ScratchBytes(0, 0)
@@ -97,7 +98,16 @@ def scratch_bytes(
     per_head = s.num_chunks * s.V * itemsize * (s.K if save == "states" else 2 * s.K + CHUNK)
     backward = per_head * (s.HV // turns) + (8 * s.num_chunks * s.HV if use_gate else 0)
     shared = tables + factors + (0 if kept else intermediates)
-    return ScratchBytes(shared, shared + backward + 4 * rows * gradients.PARTIALS.value)
+    descriptors = ScratchBytes(0, 0)
+    if on_hopper() and takes_tma(s, itemsize):
+        programs = s.N * (s.HV // turns)
+        recompute = 0 if save == "states" else 1
+        descriptors = ScratchBytes(
+            s.N * s.HV * forward.TMA_BYTES, programs * (1 + recompute) * reverse.TMA_BYTES[recompute]
+        )
+    return ScratchBytes(
+        shared + descriptors.forward, shared + backward + 4 * rows * gradients.PARTIALS.value + descriptors.backward
+    )
 
 
 def _intermediates(inputs: Inputs, options: Options, s: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

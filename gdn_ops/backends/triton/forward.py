@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
-from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, choose, dot_precision, has_tiles, launch, padded, uses_tma
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
@@ -27,6 +27,8 @@ from gdn_ops.backends.triton.primitives import (
     load_columns,
     load_rows,
     operand,
+    row_tiles,
+    square_tiles,
     store_matrix,
     store_rows,
     trip_count,
@@ -34,15 +36,22 @@ from gdn_ops.backends.triton.primitives import (
 from gdn_ops.shapes import Inputs, Sizes
 
 # H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, this kernel as (warps,
-# stages, block)): (4, 2, 64) 0.684; (8, 2, 128) 0.769; (8, 3, 128) 0.778; (8, 4, 128) 0.822; (4, 3, 64) 1.246 (one
-# program an SM).
+# stages, block)). By TMA: (8, 3, 128) 0.564; (4, 2, 64) 0.599; (4, 3, 64) 0.614; (8, 2, 128) 0.703. By pointers:
+# (4, 2, 64) 0.684; (8, 2, 128) 0.769; (8, 3, 128) 0.778; (8, 4, 128) 0.822; (4, 3, 64) 1.246 (one program an SM).
+_TILED = Config(num_warps=8, num_stages=3, block_v=128)
+"""Heads of 128 in 16 bits on Hopper. Operands that TMA cannot read are read by pointers with the same numbers, so that
+both take the same steps."""
+TMA_BYTES = 5 * 128
+"""Scratch of a program's descriptors (q, k, v, solve, scores)."""
 _FORWARD = {
     (2, 128): Config(num_warps=4, num_stages=2, block_v=64),
     (2, 256): Config(num_warps=8, num_stages=2, block_v=64),
-    (4, 128): Config(num_warps=4, num_stages=1, block_v=32),
-    (4, 256): Config(num_warps=8, num_stages=1, block_v=32),
+    (4, 128): Config(num_warps=8, num_stages=1, block_v=16),
+    (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
 }
 """By operand bytes and padded K (128: up to 128)."""
+_AMD = Config(num_warps=4, num_stages=1, block_v=32)
+"""64 KB of shared memory; compiled for gfx942, not run."""
 
 
 @triton.jit
@@ -53,7 +62,7 @@ def forward_document(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, WRITE_O: tl.constexpr,
-    WRITE_STATES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    WRITE_STATES: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run one (document, value head, block of V); heads are first_head .. first_head + HEADS - 1 of HV."""
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
@@ -78,6 +87,14 @@ def forward_document(
     k_ptr += batch * stride_kb + head_k * stride_kh
     v_ptr += batch * stride_vb + head * stride_vh
 
+    if TMA:
+        num_tokens = tl.maximum(end - first, 1)
+        k_tiles = row_tiles(k_ptr, stride_kt, first, num_tokens, K, BK)
+        v_tiles = row_tiles(v_ptr, stride_vt, first, num_tokens, V, BV)
+        solve_tiles = square_tiles(solve_ptr, first_chunk, num_chunks, head, HV)
+        if WRITE_O:
+            q_tiles = row_tiles(q_ptr, stride_qt, first, num_tokens, K, BK)
+            score_tiles = square_tiles(score_ptr, first_chunk, num_chunks, head, HV)
     state_VK = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
         state_VK += tl.load(initial_ptr + state_kv, mask=mask_vk, other=0.0).to(tl.float32)
@@ -85,9 +102,14 @@ def forward_document(
         start = (first + c * CHUNK).to(tl.int64)
         length = end - first - c * CHUNK
         row = (first_chunk + c) * HV + head
-        k_CK = load_rows(k_ptr + start * stride_kt, stride_kt, length, offs_k, K)
-        v_VC = load_columns(v_ptr + start * stride_vt, stride_vt, length, offs_v, V)
-        solve_CC = tl.load(solve_ptr + row * CHUNK * CHUNK + square)
+        if TMA:
+            k_CK = k_tiles.load([c * CHUNK, 0])
+            v_VC = tl.trans(v_tiles.load([c * CHUNK, program % NV * BV]))
+            solve_CC = solve_tiles.load([c * HV * CHUNK, 0])
+        else:
+            k_CK = load_rows(k_ptr + start * stride_kt, stride_kt, length, offs_k, K)
+            v_VC = load_columns(v_ptr + start * stride_vt, stride_vt, length, offs_v, V)
+            solve_CC = tl.load(solve_ptr + row * CHUNK * CHUNK + square)
         factors = factor_ptr + row * FACTORS * CHUNK + offs_t
         f_1 = tl.load(factors)
         f_2 = tl.load(factors + CHUNK)
@@ -104,8 +126,12 @@ def forward_document(
         if WRITE_STATES:
             store_matrix(update_ptr + state_row * V * CHUNK, offs_v, V, offs_t, CHUNK, e_VC)
         if WRITE_O:
-            q_CK = load_rows(q_ptr + start * stride_qt, stride_qt, length, offs_k, K)
-            score_CC = tl.load(score_ptr + row * CHUNK * CHUNK + square)
+            if TMA:
+                q_CK = q_tiles.load([c * CHUNK, 0])
+                score_CC = score_tiles.load([c * HV * CHUNK, 0])
+            else:
+                q_CK = load_rows(q_ptr + start * stride_qt, stride_qt, length, offs_k, K)
+                score_CC = tl.load(score_ptr + row * CHUNK * CHUNK + square)
             f_3 = tl.load(factors + 2 * CHUNK)
             o_VC = tl.dot(state_op_VK, tl.trans(q_CK), input_precision=PRECISION) * f_3[None, :]
             o_VC = dot(operand(e_VC, DTYPE), tl.trans(score_CC), o_VC, PRECISION)
@@ -122,13 +148,13 @@ def _forward_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, WRITE_STATES: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     forward_document(
         tl.program_id(0), q_ptr, k_ptr, v_ptr, solve_ptr, score_ptr, gate_ptr, factor_ptr, document_ptr,
         initial_ptr, final_ptr, o_ptr, state_ptr, update_ptr, T, 0, 0, HV,
         stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-        HK, HV, HV, K, V, BK, BV, HAS_INITIAL, HAS_FINAL, True, WRITE_STATES, STAGES, PRECISION,
+        HK, HV, HV, K, V, BK, BV, HAS_INITIAL, HAS_FINAL, True, WRITE_STATES, STAGES, TMA, PRECISION,
     )  # fmt: skip
 
 
@@ -139,7 +165,9 @@ def forward(
     """Fill o, and what else is given of the final state, the states and the updates."""
     q, k, v = inputs.q, inputs.k, inputs.v
     BK = padded(sizes.K)
+    tiled = has_tiles(sizes, q)
     config = _FORWARD[q.element_size(), max(BK, 128)]
+    config = _TILED if tiled else choose(config, config, _AMD)
     BV = min(config.block_v, padded(sizes.V))
     initial = inputs.initial_state
     launch(
@@ -149,6 +177,6 @@ def forward(
          sizes.T, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, V=sizes.V, BK=BK, BV=BV, HAS_INITIAL=initial is not None,
              HAS_FINAL=final_state is not None, WRITE_STATES=states is not None, STAGES=config.num_stages,
-             PRECISION=dot_precision(q.dtype)),
+             TMA=tiled and uses_tma(sizes, q, k, v), PRECISION=dot_precision(q.dtype)),
         config.num_warps, config.num_stages,
     )  # fmt: skip

@@ -4,9 +4,9 @@ With e = u / beta, rows i (output, residual) and columns j (the token that wrote
 
     W_ij  = -(dv_i . e_j) 2^(G_i - G_j) r_k,i r_k,j        i > j
     D_ij  = scale (do_i . e_j) 2^(G_i - G_j) r_q,i r_k,j   i >= j
-    left  = -f_1 * (dv S) + (W beta) k                     k as the key that reads the state
+    left  = (-f_1 dv) S + (W beta) k                       k as the key that reads the state
     right = 2^(G_C - G) r_k * (e dS) + W^T k + D^T q       k as the key that writes, per unit of beta
-    dq   += f_3 * (do S) + (D beta) k
+    dq   += (f_3 do) S + (D beta) k
     dk   += left + beta * right
     dbeta_j = k_j . right_j                                no division: right at beta = 0
     dG_i  = q_i . dq_i + k_i . left_i - beta_i dbeta_i
@@ -16,15 +16,17 @@ The scalings r_q, r_k of the in-kernel L2 norm are inside W, D and f, so dq and 
 normalised vectors times r; what remains of the norm's backward, x <- x - r^2 (x . dx) x, is done once, after the sum
 over the HV/HK value heads of the group. That sum is in float32 registers in head order, so it is deterministic.
 
-All [K, C] accumulators are transposed: with 128 rows they split over eight warps, where [C, K] tiles would be computed
-twice. Grid: NT * (heads / group) programs.
+do lies above dv and q above k in one tile of 2 C rows, so that eight warps split the rows; dq and left are accumulated
+in one such tile, where the rows of do and dv are scaled before the product with S rather than after it: a second tile
+for the product alone would not fit the registers. What a head adds to q . dq and k . left is then a difference.
+Grid: NT * (heads / group) programs.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_ops.backends.triton.launch import Config, choose, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, choose, dot_precision, is_amd, launch, padded
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
@@ -32,6 +34,7 @@ from gdn_ops.backends.triton.primitives import (
     load_chunk,
     load_matrix,
     load_rows,
+    opaque_zero,
     operand,
     sigmoid,
     softplus,
@@ -41,13 +44,20 @@ from gdn_ops.backends.triton.primitives import (
 )
 from gdn_ops.shapes import Inputs, Options, Sizes
 
+# H200, 16/48 heads of 128, 32768 tokens, one of two turns (ms, as (warps, stages, block of V)): (8, 3, 64) 1.318;
+# (8, 4, 32) 1.319; (8, 1, 64) 1.387; (8, 3, 32) 1.403. Loading q and k before the loop over V: 1.635 to 1.766.
+# Prefetching the next head's tiles into L2 cost 0.3. The former kernel (tiles of do S and dv S, three loops): 2.32.
+_PIPELINED = Config(num_warps=8, num_stages=3, block_v=64)
+"""Heads of 128 in 16 bits."""
 _GRADIENTS = {
-    (2, 128): Config(num_warps=8, num_stages=1, block_v=128),
+    (2, 128): Config(num_warps=8, num_stages=1, block_v=64),
     (2, 256): Config(num_warps=8, num_stages=1, block_v=64),
     (4, 128): Config(num_warps=8, num_stages=1, block_v=32),
     (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
 }
 """By operand bytes and padded K (128: up to 128)."""
+_AMD = Config(num_warps=8, num_stages=1, block_v=16)
+"""64 KB of shared memory; compiled for gfx942, not run."""
 
 PARTIALS = tl.constexpr(5)
 """Rows of C sums per (chunk, value head): row sums of D and of W parts, column sums, written, <S, dS>."""
@@ -55,7 +65,7 @@ PARTIALS = tl.constexpr(5)
 
 @triton.jit
 def _aligned_range(SIZE: tl.constexpr, zero):
-    """tl.arange(0, SIZE) that the compiler cannot take out of a loop in which `zero` is loaded."""
+    """tl.arange(0, SIZE) that the compiler cannot take out of a loop in which `zero` is made."""
     return tl.max_contiguous(tl.multiple_of(tl.arange(0, SIZE) + zero, SIZE), SIZE)
 
 
@@ -77,7 +87,7 @@ def _gradients_kernel(
     stride_dkb, stride_dkt, stride_dkg, stride_dkr,
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VR: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     R: tl.constexpr = HV // HK
@@ -86,10 +96,10 @@ def _gradients_kernel(
     chunk = (tl.program_id(0) // GROUPS).to(tl.int64)
     head_k = first_head // R + (tl.program_id(0) % GROUPS).to(tl.int64)
     batch, start, length = load_chunk(chunk_ptr, chunk)
-    dq_ptr += batch * stride_dqb + start * stride_dqt + head_k // QR * stride_dqg + head_k % QR * stride_dqr
-    dk_ptr += batch * stride_dkb + start * stride_dkt + head_k // KR * stride_dkg + head_k % KR * stride_dkr
-    dv_ptr += batch * stride_dvb + start * stride_dvt
     if length < 0:
+        dv_ptr += batch * stride_dvb + start * stride_dvt
+        dq_ptr += batch * stride_dqb + start * stride_dqt + head_k // QR * stride_dqg + head_k % QR * stride_dqr
+        dk_ptr += batch * stride_dkb + start * stride_dkt + head_k // KR * stride_dkg + head_k % KR * stride_dkr
         offs_k = tl.arange(0, BK)
         zero_rows(dq_ptr, stride_dqt, -length, offs_k, K)
         zero_rows(dk_ptr, stride_dkt, -length, offs_k, K)
@@ -99,94 +109,83 @@ def _gradients_kernel(
                 dv_row_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
                 zero_rows(dv_row_ptr, stride_dvt, -length, v0 + tl.arange(0, BV), V)
     if length > 0:
-        do_ptr += batch * stride_ob + start * stride_ot
-        q_ptr += batch * stride_qb + start * stride_qt
-        k_ptr += batch * stride_kb + start * stride_kt
-        norm_ptr += (batch * T + start) * 2 * HK + head_k
         sum_RK = tl.zeros([ROWS, BK], tl.float32)
         right_KC = tl.zeros([BK, CHUNK], tl.float32)
-        for r in tl.range(0, R, num_stages=STAGES):
+        # q . dq and k . (left part of dk) summed over the heads so far: what a head adds to it is the gate's gradient.
+        product_r = tl.zeros([ROWS], tl.float32)
+        for r in tl.range(0, R):
             # What does not change from head to head (q, k, masks, addresses) would be kept in registers across the
-            # loop, where the accumulators need the room. A zero that the compiler must load anew prevents that.
-            zero = tl.load(chunk_ptr + chunk * 3 + 2, volatile=True) - length
+            # loop, where the accumulators need the room. A zero that the compiler cannot see through prevents that.
+            zero = opaque_zero(chunk_ptr, PTX)
+            one = 1.0 + zero.to(tl.float32)
             head = head_k * R + r + zero
             row = chunk * HV + head
             offs_t = _aligned_range(CHUNK, zero)
             offs_k = _aligned_range(BK, zero)
             offs_r = _aligned_range(ROWS, zero)
             of_key = offs_r >= CHUNK
-            mask_t = offs_t < length
-            mask_r = offs_r % CHUNK < length
-            qk_ptrs = _pair_pointers(
-                q_ptr + head // R * stride_qh, stride_qt, k_ptr + head // R * stride_kh, stride_kt, offs_r, offs_k
-            )
-            qk_RK = tl.load(qk_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_k, K), other=0.0)
-            k_CK = load_rows(k_ptr + head // R * stride_kh, stride_kt, length, offs_k, K, zero)
-            gate = tl.load(gate_ptr + row * CHUNK + offs_t)
-            gate_r = tl.load(gate_ptr + row * CHUNK + offs_r % CHUNK)
-            total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
             factors = factor_ptr + row * FACTORS * CHUNK
-            beta = tl.load(factors + 3 * CHUNK + offs_t)
             f_r = tl.load(factors + tl.where(of_key, 0, 2 * CHUNK) + offs_r % CHUNK)
             f_r = tl.where(of_key, -f_r, f_r)
-            f_right = tl.where(mask_t, tl.exp2(total - gate), 0.0)
             state_row = chunk * state_heads + head - state_first_head
             state_head_ptr = state_ptr + state_row * V * K
             update_head_ptr = update_ptr + state_row * V * CHUNK
             dstate_head_ptr = dstate_ptr + (chunk * HEADS + head - first_head) * V * K
-            do_head_ptr = do_ptr + head * stride_oh
-            dv_head_ptr = dv_ptr + head // VR * stride_dvg + head % VR * stride_dvr
+            at_batch = batch + zero
+            at_start = start + zero
+            do_head_ptr = do_ptr + at_batch * stride_ob + at_start * stride_ot + head * stride_oh
+            dv_head_ptr = dv_ptr + at_batch * stride_dvb + at_start * stride_dvt
+            dv_head_ptr += head // VR * stride_dvg + head % VR * stride_dvr
+            q_head_ptr = q_ptr + at_batch * stride_qb + at_start * stride_qt + head // R * stride_qh
+            k_head_ptr = k_ptr + at_batch * stride_kb + at_start * stride_kt + head // R * stride_kh
 
             # D above W: one product serves both.
             z_RC = tl.zeros([ROWS, CHUNK], tl.float32)
-            state_product = 0.0
-            for v0 in tl.range(0, V, BV):
+            part_KC = tl.zeros([BK, CHUNK], tl.float32)
+            products = tl.zeros([BV, BK // 8], tl.float32)
+            for v0 in tl.range(0, V, BV, num_stages=STAGES):
                 offs_v = v0 + _aligned_range(BV, zero)
                 state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
                 dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
-                state_product += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32))
                 e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
                 out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
+                scaled_RV = operand(out_RV.to(tl.float32) * f_r[:, None], DTYPE)
+                product_VK = state_VK.to(tl.float32) * dstate_VK.to(tl.float32)
+                products += tl.sum(tl.reshape(product_VK, [BV, BK // 8, 8]), 2)
+                sum_RK = dot(scaled_RV, state_VK, sum_RK, PRECISION)
+                part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
                 z_RC = dot(out_RV, e_VC, z_RC, PRECISION)
-            causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
-            decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - gate[None, :], 0.0))
-            row_scale = tl.where(of_key, -1.0, scale)
-            if NORM:
-                norm_ptrs = norm_ptr + offs_r % CHUNK * 2 * HK + tl.where(of_key, HK, 0)
-                row_scale *= tl.load(norm_ptrs, mask=mask_r, other=0.0)
-                norm_k = tl.load(norm_ptr + offs_t * 2 * HK + HK, mask=mask_t, other=0.0)
-                decay_RC = decay_RC * norm_k[None, :]
-                f_right = f_right * norm_k
-            z_RC = tl.where(causal, z_RC * decay_RC * row_scale[:, None], 0.0)
+                # Triton 3.6 leaves products in flight at the loop's end whose tiles it then loads anew, where a tile is
+                # also read by other instructions: wrong dq and dk. The last product's result is used here, which ends
+                # all of them.
+                z_RC = z_RC * one
+            state_product = tl.sum(products)
+            beta = tl.load(factors + 3 * CHUNK + offs_t)
+            column = tl.load(factors + 4 * CHUNK + offs_t)
+            total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
+            k_CK = load_rows(k_head_ptr, stride_kt, length, offs_k, K, zero)
+            part_KC = part_KC * tl.exp2(total - column)[None, :]
+            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
+            right_KC += part_KC * beta[None, :]
 
+            qk_ptrs = _pair_pointers(q_head_ptr, stride_qt, k_head_ptr, stride_kt, offs_r, offs_k)
+            qk_RK = tl.load(qk_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_k, K), other=0.0)
+            state_part_r = tl.sum(qk_RK.to(tl.float32) * sum_RK, 1)
             # The gate's share of D and W is taken from float32 here. Row and column sums then cancel exactly for pairs
             # on one side of a gate; sums over dq and dk would leave their rounding, which drowns a strong gate.
-            pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION) * z_RC
-            column_sums = tl.sum(pair_RC, 0)
-            dgate_r = tl.sum(pair_RC * beta[None, :], 1)
+            pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION)
+            gate_r = tl.load(factors + tl.where(of_key, 6 * CHUNK, 5 * CHUNK) + offs_r % CHUNK)
+            causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
+            decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - column[None, :], float("-inf")))
+            z_RC = z_RC * tl.where(of_key, -1.0, scale)[:, None] * decay_RC
+            pair_z_RC = pair_RC * z_RC
+            column_sums = tl.sum(pair_z_RC, 0)
+            dgate_r = state_part_r - product_r + tl.sum(pair_z_RC * beta[None, :], 1)
             z_op_RC = operand(z_RC * beta[None, :], DTYPE)
-
-            part_RK = tl.zeros([ROWS, BK], tl.float32)
-            for v0 in tl.range(0, V, BV):
-                offs_v = v0 + _aligned_range(BV, zero)
-                state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
-                out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
-                out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
-                part_RK = dot(out_RV, state_VK, part_RK, PRECISION)
-            part_RK = part_RK * f_r[:, None]
-            dgate_r += tl.sum(qk_RK.to(tl.float32) * part_RK, 1)
-            sum_RK = dot(z_op_RC, k_CK, sum_RK + part_RK, PRECISION)
-
-            part_KC = tl.zeros([BK, CHUNK], tl.float32)
-            for v0 in tl.range(0, V, BV):
-                offs_v = v0 + _aligned_range(BV, zero)
-                dstate_VK = load_matrix(dstate_head_ptr, offs_v, V, offs_k, K)
-                e_VC = load_matrix(update_head_ptr, offs_v, V, offs_t, CHUNK)
-                part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
-            part_KC = part_KC * f_right[None, :]
-            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
-            right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC + part_KC * beta[None, :], PRECISION)
+            product_r = state_part_r + tl.sum(pair_RC * z_op_RC.to(tl.float32), 1)
+            right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC, PRECISION)
+            sum_RK = dot(z_op_RC, k_CK, sum_RK, PRECISION)
 
             # Stores come last: the compiler reuses the tiles loaded above only while nothing is written in between.
             partials = partial_ptr + row * PARTIALS * CHUNK
@@ -195,6 +194,13 @@ def _gradients_kernel(
             tl.store(partials + 3 * CHUNK + offs_t, written)
             tl.store(partials + 4 * CHUNK, state_product)
 
+        # Read anew, so that nothing of it lives across the loop.
+        batch, start, length = load_chunk(chunk_ptr, chunk)
+        q_ptr += batch * stride_qb + start * stride_qt + head_k * stride_qh
+        k_ptr += batch * stride_kb + start * stride_kt + head_k * stride_kh
+        norm_ptr += (batch * T + start) * 2 * HK + head_k
+        dq_ptr += batch * stride_dqb + start * stride_dqt + head_k // QR * stride_dqg + head_k % QR * stride_dqr
+        dk_ptr += batch * stride_dkb + start * stride_dkt + head_k // KR * stride_dkg + head_k % KR * stride_dkr
         offs_k = tl.arange(0, BK)
         offs_r = tl.arange(0, ROWS)
         mask = tile_mask(offs_r % CHUNK, length, offs_k, K)
@@ -202,9 +208,7 @@ def _gradients_kernel(
         right_RK = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_CK), right_CK), [2, 0, 1]), [ROWS, BK])
         sum_RK += right_RK
         if NORM:
-            qk_ptrs = _pair_pointers(
-                q_ptr + head_k * stride_qh, stride_qt, k_ptr + head_k * stride_kh, stride_kt, offs_r, offs_k
-            )
+            qk_ptrs = _pair_pointers(q_ptr, stride_qt, k_ptr, stride_kt, offs_r, offs_k)
             qk32_RK = tl.load(qk_ptrs, mask=mask, other=0.0).to(tl.float32)
             norm_ptrs = norm_ptr + offs_r % CHUNK * 2 * HK + tl.where(offs_r < CHUNK, 0, HK)
             norm_r = tl.load(norm_ptrs, mask=offs_r % CHUNK < length, other=0.0)
@@ -246,9 +250,10 @@ def _gate_gradients_kernel(
             if HAS_BIAS:
                 raw += tl.load(dt_bias_ptr + head).to(tl.float32)
             rate = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+            # The rate alone may overflow where the sigmoid is zero; a decay that does has a gradient of zero.
             decay = rate * softplus(raw)
-            tl.store(dgate_sum_ptr + row * 2, tl.sum(dgate * decay, 0))
-            dgate = dgate * rate * sigmoid(raw)
+            tl.store(dgate_sum_ptr + row * 2, tl.sum(tl.where(dgate == 0.0, 0.0, dgate * decay), 0))
+            dgate = tl.where(dgate == 0.0, 0.0, dgate * (rate * sigmoid(raw)))
             tl.store(dgate_sum_ptr + row * 2 + 1, tl.sum(dgate, 0))
         tl.store(dg_ptr + offs_g, operand(dgate, dg_ptr.dtype.element_ty), mask=mask_t)
         if SIGMOID:
@@ -291,7 +296,10 @@ def gradients(
     q, k = inputs.q, inputs.k
     BK = padded(sizes.K)
     config = _GRADIENTS[q.element_size(), max(BK, 128)]
-    config = choose(config, config._replace(block_v=min(config.block_v, 32)), q)
+    small = config._replace(block_v=min(config.block_v, 32))
+    if sizes.K == sizes.V == 128 and q.element_size() == 2:
+        config = _PIPELINED
+    config = choose(config, small, _AMD)
     state_heads = states.shape[1]
     launch(
         _gradients_kernel, sizes.num_chunks * (num_heads * sizes.HK // sizes.HV),
@@ -300,7 +308,7 @@ def gradients(
          *do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *dv.stride()[:4], *dq.stride()[:4], *dk.stride()[:4]),
         dict(HK=sizes.HK, HV=sizes.HV, HEADS=num_heads, K=sizes.K, V=sizes.V, BK=BK,
              BV=min(config.block_v, padded(sizes.V)), VR=dv.shape[3], QR=dq.shape[3], KR=dk.shape[3],
-             NORM=options.use_qk_l2norm, STAGES=config.num_stages, PRECISION=dot_precision(q.dtype)),
+             NORM=options.use_qk_l2norm, STAGES=config.num_stages, PTX=not is_amd(), PRECISION=dot_precision(q.dtype)),
         config.num_warps, config.num_stages,
     )  # fmt: skip
 

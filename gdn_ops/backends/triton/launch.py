@@ -14,6 +14,7 @@ import triton.language as tl
 
 from gdn_ops.backends import launching
 from gdn_ops.backends.triton.primitives import INTERPRETED
+from gdn_ops.shapes import Sizes
 
 
 class Config(NamedTuple):
@@ -32,13 +33,22 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def is_amd() -> bool:
+    """Whether torch, and so every GPU it sees, is AMD's."""
+    return torch.version.hip is not None
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How dots of `dtype` operands are computed: float32 needs three TF32 products, or true float32 on AMD."""
-    return "tf32x3" if dtype == torch.float32 and torch.version.hip is None else "ieee"
+    return "tf32x3" if dtype == torch.float32 and not is_amd() else "ieee"
 
 
 LARGE_SHARED_MEMORY = 227 * 1024
 """Bytes a program may use on Hopper and Blackwell data-centre GPUs; others get configurations of smaller tiles."""
+
+TMA_TOKENS = 256
+"""Mean length of a document from which tiles are loaded by TMA. A program makes five to eight descriptors, 128 bytes of
+scratch each, before its first chunk; what that costs short documents was not measured."""
 
 
 @functools.cache
@@ -47,13 +57,51 @@ def _shared_memory(device_index: int) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
-def choose(large: Config, small: Config, x: torch.Tensor) -> Config:
-    """The configuration for the device of `x`: `large` tiles where its shared memory holds them."""
-    if torch.version.hip is not None:
-        return small
-    if not x.is_cuda and launching.recording.recorder is None:  # the interpreter, or compiling without a GPU
-        return large
-    return large if _shared_memory(torch.cuda.current_device()) >= LARGE_SHARED_MEMORY else small
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may use on the current device; without one, those of a Hopper GPU."""
+    return _shared_memory(torch.cuda.current_device()) if torch.cuda.is_available() else LARGE_SHARED_MEMORY
+
+
+def choose(large: Config, small: Config, amd: Config) -> Config:
+    """The configuration for the current device: `large` tiles where its shared memory holds them, else `small` ones."""
+    if is_amd():
+        return amd
+    return large if shared_memory() >= LARGE_SHARED_MEMORY else small
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] == 9
+
+
+def on_hopper() -> bool:
+    """Whether the current device is a Hopper GPU."""
+    return torch.cuda.is_available() and not is_amd() and _is_hopper(torch.cuda.current_device())
+
+
+def has_tiles(s: Sizes, x: torch.Tensor) -> bool:
+    """Whether the sequential kernels take their tiles for heads of 128 in 16 bits on Hopper, whatever the strides."""
+    return s.K == s.V == 128 and x.element_size() == 2 and on_hopper()
+
+
+def takes_tma(s: Sizes, itemsize: int) -> bool:
+    """Whether sizes are such that the copy engine of Hopper loads tiles, if the strides allow it too."""
+    # Descriptors take 32-bit rows.
+    return s.K == s.V == 128 and itemsize == 2 and s.T >= TMA_TOKENS * s.N and s.T * s.HV < 2**31
+
+
+def uses_tma(s: Sizes, *rows: torch.Tensor) -> bool:
+    """Whether the copy engine of Hopper can load tiles of all these operands [B,T,H,D].
+
+    It changes no bit: a tile holds the same numbers, however it was loaded.
+    """
+    if not takes_tma(s, rows[0].element_size()):
+        return False
+    for x in rows:
+        step = 16 // x.element_size()
+        if x.data_ptr() % 16 or x.stride(1) < step or any(x.stride(i) % step for i in range(3)):
+            return False
+    return True
 
 
 def launch(

@@ -18,7 +18,7 @@ MIN_LOG2_DECAY = tl.constexpr(-160.0)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Rows of the per-(chunk, value head) factor table, see scores.py.
-FACTORS = tl.constexpr(4)
+FACTORS = tl.constexpr(7)
 
 
 @triton.jit
@@ -52,6 +52,16 @@ def load_chunk(chunk_ptr, chunk):
     start = tl.load(chunk_ptr + chunk * 3 + 1).to(tl.int64)
     length = tl.load(chunk_ptr + chunk * 3 + 2)
     return batch, start, length
+
+
+@triton.jit
+def opaque_zero(readable_ptr, PTX: tl.constexpr):
+    """An int32 zero that the compiler does not know and makes anew wherever this is called."""
+    if PTX and not INTERPRETED:
+        return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        x = tl.load(readable_ptr, volatile=True)
+        return x - x
 
 
 @triton.jit
@@ -114,6 +124,27 @@ def store_matrix(ptr, offs_i, I: tl.constexpr, offs_j, J: tl.constexpr, x):
         tl.store(ptrs, x)
     else:
         tl.store(ptrs, x, mask=(offs_i < I)[:, None] & (offs_j < J)[None, :])
+
+
+@triton.jit
+def row_tiles(ptr, stride_t, first, length, D: tl.constexpr, BD: tl.constexpr):
+    """A descriptor of one document's token rows in [C, BD] tiles, for the copy engine of Hopper (TMA).
+
+    It ends with the document: what a tile has past its last token loads as zero, and nothing of the next document is
+    read. Needs a pointer and a stride that are multiples of 16 bytes.
+    """
+    return tl.make_tensor_descriptor(
+        ptr + first.to(tl.int64) * stride_t, [length, D], [stride_t.to(tl.int64), 1], [CHUNK, BD]
+    )
+
+
+@triton.jit
+def square_tiles(ptr, first_chunk, num_chunks, head, HV: tl.constexpr):
+    """A descriptor of one head's [C, C] matrices of a document; the one of chunk c starts at row c * HV * C."""
+    rows = tl.maximum((num_chunks - 1) * HV + 1, 1) * CHUNK
+    return tl.make_tensor_descriptor(
+        ptr + (first_chunk * HV + head) * CHUNK * CHUNK, [rows, CHUNK], [CHUNK, 1], [CHUNK, CHUNK]
+    )
 
 
 @triton.jit

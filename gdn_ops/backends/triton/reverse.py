@@ -18,13 +18,15 @@ from torch import Tensor
 
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.forward import forward_document
-from gdn_ops.backends.triton.launch import Config, choose, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, choose, dot_precision, has_tiles, launch, padded, uses_tma
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
     dot,
     load_rows,
     operand,
+    row_tiles,
+    square_tiles,
     store_matrix,
     store_rows,
     trip_count,
@@ -32,14 +34,21 @@ from gdn_ops.backends.triton.primitives import (
 from gdn_ops.shapes import Inputs, Sizes
 
 # H200, 16/48 heads of 128, 32768 tokens in documents of 9000, 3001, 8192, 5575, 7000 (ms, both recurrences, two turns,
-# as (warps, stages, block)): (8, 3, 128) 1.52; (8, 2, 128) 1.75; (4, 2, 64) 1.85; (4, 1, 64) 2.44; (4, 3, 64) 2.52.
+# as (warps, stages, block)). By TMA: (8, 3, 128) 1.29, with states and state gradients stored by TMA too 1.46; the
+# latter as (4, 3, 64) 1.65, (8, 2, 128) 1.68, (4, 2, 64) 2.06. By pointers: (8, 3, 128) 1.52; (8, 2, 128) 1.75;
+# (4, 2, 64) 1.85; (4, 1, 64) 2.44; (4, 3, 64) 2.52.
 _REVERSE = {
     (2, 128): Config(num_warps=8, num_stages=3, block_v=128),
     (2, 256): Config(num_warps=8, num_stages=2, block_v=64),
-    (4, 128): Config(num_warps=4, num_stages=1, block_v=32),
-    (4, 256): Config(num_warps=8, num_stages=1, block_v=32),
+    (4, 128): Config(num_warps=8, num_stages=1, block_v=16),
+    (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
 }
 """By operand bytes and padded K (128: up to 128)."""
+_AMD = Config(num_warps=4, num_stages=1, block_v=32)
+"""64 KB of shared memory; compiled for gfx942, not run."""
+TMA_BYTES = (5 * 128, 8 * 128)
+"""Scratch of a program's descriptors (q, k, do, solve, scores; and k, v, solve of the forward recurrence), without and
+with recomputation."""
 
 
 @triton.jit
@@ -50,7 +59,7 @@ def _reverse_document(
     stride_vb, stride_vt, stride_vg, stride_vr,
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VR: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_DINITIAL: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run one (document, value head, block of V); heads are first_head .. first_head + HEADS - 1 of HV."""
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
@@ -77,6 +86,13 @@ def _reverse_document(
     k_ptr += batch * stride_kb + head_k * stride_kh
     dv_ptr += batch * stride_vb + head // VR * stride_vg + head % VR * stride_vr
 
+    if TMA:
+        num_tokens = tl.maximum(end - first, 1)
+        q_tiles = row_tiles(q_ptr, stride_qt, first, num_tokens, K, BK)
+        k_tiles = row_tiles(k_ptr, stride_kt, first, num_tokens, K, BK)
+        do_tiles = row_tiles(do_ptr, stride_ot, first, num_tokens, V, BV)
+        solve_tiles = square_tiles(solve_ptr, first_chunk, num_chunks, head, HV)
+        score_tiles = square_tiles(score_ptr, first_chunk, num_chunks, head, HV)
     dstate_VK = tl.zeros([BV, BK], tl.float32)
     if HAS_DFINAL:
         dstate_VK += tl.load(dfinal_ptr + state_kv, mask=mask_vk, other=0.0).to(tl.float32)
@@ -85,11 +101,18 @@ def _reverse_document(
         start = (first + c * CHUNK).to(tl.int64)
         length = end - first - c * CHUNK
         row = (first_chunk + c) * HV + head
-        k_CK = load_rows(k_ptr + start * stride_kt, stride_kt, length, offs_k, K)
-        q_CK = load_rows(q_ptr + start * stride_qt, stride_qt, length, offs_k, K)
-        do_CV = load_rows(do_ptr + start * stride_ot, stride_ot, length, offs_v, V)
-        solve_CC = tl.load(solve_ptr + row * CHUNK * CHUNK + square)
-        score_CC = tl.load(score_ptr + row * CHUNK * CHUNK + square)
+        if TMA:
+            k_CK = k_tiles.load([c * CHUNK, 0])
+            q_CK = q_tiles.load([c * CHUNK, 0])
+            do_CV = do_tiles.load([c * CHUNK, program % NV * BV])
+            solve_CC = solve_tiles.load([c * HV * CHUNK, 0])
+            score_CC = score_tiles.load([c * HV * CHUNK, 0])
+        else:
+            k_CK = load_rows(k_ptr + start * stride_kt, stride_kt, length, offs_k, K)
+            q_CK = load_rows(q_ptr + start * stride_qt, stride_qt, length, offs_k, K)
+            do_CV = load_rows(do_ptr + start * stride_ot, stride_ot, length, offs_v, V)
+            solve_CC = tl.load(solve_ptr + row * CHUNK * CHUNK + square)
+            score_CC = tl.load(score_ptr + row * CHUNK * CHUNK + square)
         factors = factor_ptr + row * FACTORS * CHUNK + offs_t
         f_1 = tl.load(factors)
         f_2 = tl.load(factors + CHUNK)
@@ -120,7 +143,8 @@ def _reverse_kernel(
     stride_vb, stride_vt, stride_vh, stride_dvb, stride_dvt, stride_dvg, stride_dvr,
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VR: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
-    HAS_DINITIAL: tl.constexpr, RECOMPUTE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DINITIAL: tl.constexpr, RECOMPUTE: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The two recurrences alternate in launch order: both of a long document start before any of a short one.
     program = tl.program_id(0)
@@ -134,14 +158,14 @@ def _reverse_kernel(
             dfinal_ptr, dinitial_ptr, dstate_ptr, dv_ptr, first_head,
             stride_ob, stride_ot, stride_oh, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
             stride_dvb, stride_dvt, stride_dvg, stride_dvr,
-            HK, HV, HEADS, K, V, BK, BV, VR, HAS_DFINAL, HAS_DINITIAL, STAGES, PRECISION,
+            HK, HV, HEADS, K, V, BK, BV, VR, HAS_DFINAL, HAS_DINITIAL, STAGES, TMA, PRECISION,
         )  # fmt: skip
     elif RECOMPUTE:
         forward_document(
             program, q_ptr, k_ptr, v_ptr, solve_ptr, score_ptr, gate_ptr, factor_ptr, document_ptr,
             initial_ptr, None, None, state_ptr, update_ptr, T, first_head, first_head, HEADS,
             stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-            HK, HV, HEADS, K, V, BK, BV, HAS_INITIAL, False, False, True, STAGES, PRECISION,
+            HK, HV, HEADS, K, V, BK, BV, HAS_INITIAL, False, False, True, STAGES, TMA, PRECISION,
         )  # fmt: skip
 
 
@@ -154,7 +178,7 @@ def reverse(
     q, k, v = inputs.q, inputs.k, inputs.v
     BK = padded(sizes.K)
     config = _REVERSE[q.element_size(), max(BK, 128)]
-    config = choose(config, Config(num_warps=4, num_stages=2, block_v=min(config.block_v, 64)), q)
+    config = choose(config, Config(num_warps=4, num_stages=2, block_v=min(config.block_v, 64)), _AMD)
     BV = min(config.block_v, padded(sizes.V))
     recompute = states is not None
     initial = inputs.initial_state
@@ -166,6 +190,7 @@ def reverse(
          sizes.T, first_head, *do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dv.stride()[:4]),
         dict(HK=sizes.HK, HV=sizes.HV, HEADS=num_heads, K=sizes.K, V=sizes.V, BK=BK, BV=BV, VR=dv.shape[3],
              HAS_INITIAL=initial is not None, HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=dinitial is not None,
-             RECOMPUTE=recompute, STAGES=config.num_stages, PRECISION=dot_precision(q.dtype)),
+             RECOMPUTE=recompute, STAGES=config.num_stages,
+             TMA=has_tiles(sizes, q) and uses_tma(sizes, q, k, v, do), PRECISION=dot_precision(q.dtype)),
         config.num_warps, config.num_stages,
     )  # fmt: skip

@@ -3,11 +3,13 @@
     G_i   = sum_{t <= i} g'_t * log2(e)                              gates    [NT, HV, C]
     r     = 1 / sqrt(sum x^2 + 1e-6) of q and of k                   norms    [B, T, 2, HK]
     P_ij  = scale * r_q,i * r_k,j * (q_i . k_j) * 2^(G_i - G_j) * beta_j, i >= j     scores [NT, HV, C, C]
-    f     = (2^G r_k,  2^(G_C - G) r_k beta,  scale 2^G r_q,  beta)  factors  [NT, HV, 4, C]
+    f     = (2^G r_k,  2^(G_C - G) r_k beta,  scale 2^G r_q,  beta,
+             G - log2 r_k,  G + log2 r_q,  G + log2 r_k)             factors  [NT, HV, 7, C]
 
 The matrix q k^T is computed once for the HV/HK value heads that share it; only the decay differs. The factors carry
-the norms as row and column scalings, so no later stage rescales a tile of q or k. They are zero for tokens past the end
-of a document, which is what keeps ragged tails out of the later stages.
+the norms as row and column scalings, so no later stage rescales a tile of q or k. The first four are zero for tokens
+past the end of a document, which is what keeps ragged tails out of the later stages; differences of the last three are
+exponents of 2^(G_i - G_j) r_i r_j.
 
 Grid: NT * HK programs. On chip: one tile of q and of k, the [C, C] product.
 """
@@ -73,6 +75,11 @@ def store_factors(factor_ptr, gate, norm_q, norm_k, beta, mask, scale):
     tl.store(factor_ptr + CHUNK + offs_t, tl.where(mask, tl.exp2(total - gate) * norm_k * beta, 0.0))
     tl.store(factor_ptr + 2 * CHUNK + offs_t, tl.where(mask, decay * norm_q * scale, 0.0))
     tl.store(factor_ptr + 3 * CHUNK + offs_t, beta)
+    log2_norm_q = tl.log2(tl.where(mask, norm_q, 1.0))
+    log2_norm_k = tl.log2(tl.where(mask, norm_k, 1.0))
+    tl.store(factor_ptr + 4 * CHUNK + offs_t, gate - log2_norm_k)
+    tl.store(factor_ptr + 5 * CHUNK + offs_t, gate + log2_norm_q)
+    tl.store(factor_ptr + 6 * CHUNK + offs_t, gate + log2_norm_k)
 
 
 @triton.jit
@@ -175,11 +182,14 @@ def scores(
     """Fill norms, gates, factors and scores; with `o`, zero its rows past the last document."""
     q, k = inputs.q, inputs.k
     config = _SCORES[q.element_size()]
+    BK = padded(sizes.K)
+    if BK * q.element_size() > 256:  # a whole row spills 224 to 1580 bytes a thread, blocks of 64 at most 600
+        BK = 64
     launch(
         _scores_kernel, sizes.num_chunks * sizes.HK,
         (q, k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, norms, gates, factors, score_matrix, o,
          options.scale, sizes.T, *q.stride()[:3], *k.stride()[:3]),
-        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, V=sizes.V, BK=min(128, padded(sizes.K)), BV=padded(sizes.V),
+        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, V=sizes.V, BK=BK, BV=padded(sizes.V),
              NORM=options.use_qk_l2norm, GATED=inputs.A_log is not None, HAS_BIAS=inputs.dt_bias is not None,
              SIGMOID=options.use_beta_sigmoid, DOUBLE=options.allow_neg_eigval,
              ZERO_O=o is not None and inputs.cu_seqlens is not None, PRECISION=dot_precision(q.dtype)),

@@ -14,12 +14,11 @@ bf16 merges lose a digit there; TF32 does not.
 Grid: NT * HV programs of one warp: the work is a chain of small dependent steps, so many programs hide its latency.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
+from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch, padded
 from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_chunk, operand
 from gdn_ops.shapes import Inputs, Options, Sizes
 
@@ -216,7 +215,7 @@ def solve(
     k = inputs.k
     precision = dot_precision(k.dtype)
     # 16-bit operands: TF32 merges err less than the rounding of the result. float32 needs more.
-    merge_precision = "tf32" if k.element_size() == 2 and torch.version.hip is None else precision
+    merge_precision = "tf32" if k.element_size() == 2 and not is_amd() else precision
     launch(
         _solve_kernel, sizes.num_chunks * sizes.HV,
         (k, chunks, norms, gates, factors, inverse, sizes.T, *k.stride()[:3]),
