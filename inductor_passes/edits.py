@@ -18,22 +18,43 @@ aten = torch.ops.aten
 _OWN_META = frozenset({"val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "original_aten", "from_node"})
 
 
-def call(graph: Graph, like: Node, target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Node:
+def call(
+    graph: Graph,
+    like: Node,
+    target: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    value: Any = None,
+) -> Node:
     """Insert a call at the graph's insertion point.
 
     It takes over `like`'s metadata (stack trace, the partitioner's and the recompute tags), and gets the fake value of
-    its own outputs.
+    its own outputs (`value`, where the caller knows it).
     """
     node = graph.call_function(target, tuple(args), kwargs or {})
     node.meta = {key: value for key, value in like.meta.items() if key not in _OWN_META}
-    update_value(node, like=like, keep_inputs="eager_input_vals" in like.meta)
+    update_value(node, like=like, keep_inputs="eager_input_vals" in like.meta, value=value)
     return node
 
 
-def update_value(node: Node, like: Node | None = None, keep_inputs: bool | None = None) -> None:
+def written_value(row: Node, op: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The fake value of an op that writes into `row`, functionalized: its outputs, and the row as it is then.
+
+    The same as tracing the functional op, which evaluates every step of it, at a fraction of the time.
+    """
+    values = tree_map_only(Node, lambda n: n.meta["val"], kwargs)
+    before = row.meta["val"]
+    with before.fake_mode:
+        outputs = op(**values, row=before)
+        after = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device=before.device)
+    return (*outputs, after)
+
+
+def update_value(node: Node, like: Node | None = None, keep_inputs: bool | None = None, value: Any = None) -> None:
     """Run the node on the fake values of its inputs (in `like`'s fake mode if it has none), and keep the result.
 
-    keep_inputs: also keep the inputs, whose strides Inductor then holds for ops that ask for exact strides.
+    value: the result, where it is known; keep_inputs: also keep the inputs, whose strides Inductor then holds for ops
+    that ask for exact strides.
     """
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (tuple(node.args), dict(node.kwargs)))
     if node.target is operator.getitem:
@@ -42,8 +63,10 @@ def update_value(node: Node, like: Node | None = None, keep_inputs: bool | None 
     known = (args, kwargs, None if like is None else like.meta["val"])
     modes = [x.fake_mode for x in tree_leaves(known) if isinstance(x, FakeTensor)]
     # Without a mode the call would be real: sizes alone may be computed so, tensors must not be.
-    with modes[0] if modes else contextlib.nullcontext():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    if value is None:
+        with modes[0] if modes else contextlib.nullcontext():
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = value
     if keep_inputs if keep_inputs is not None else "eager_input_vals" in node.meta:
         node.meta["eager_input_vals"] = (args, kwargs)
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from inductor_passes.edits import Extents, call, output, outputs_of, same_sizes
+from inductor_passes.edits import Extents, call, output, outputs_of, same_sizes, written_value
 from inductor_passes.gradient_flow import DTYPE_ONLY, Flow, Left, describe_use, follow, other_use, why_none, why_not
 from inductor_passes.moves import arguments
 from inductor_passes.registry import PackedVariant
@@ -339,7 +339,8 @@ def replace_packed_row(graph: Graph, plan: RowPlan, renamed: dict[Node, Node]) -
                 row = _write(graph, bwd, row, source, foreign.columns, plan, extents)
             functional = torch.ops.higher_order.auto_functionalized_v2
             kwargs = {**given, **layouts, "_row_base_index": 0, **_as_batch_first(plan, extents), "_all_bases": [row]}
-            new = call(graph, bwd, functional, (ops.bwd_row_,), kwargs)
+            value = None if plan.tokens_first else written_value(row, ops.bwd_row_, {**given, **layouts})
+            new = call(graph, bwd, functional, (ops.bwd_row_,), kwargs, value)
             count = len(ops.bwd_row_._schema.returns)
             drow, shift = output(graph, bwd, new, count), 0
         else:
