@@ -12,8 +12,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import measure
 import oracle
 
+from gdn_ops import shapes
 from gdn_ops.backends import hopper
-from gdn_ops.shapes import Options
+from gdn_ops.shapes import Options, segment_rule, sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +32,7 @@ def test_results_and_gradients(name: str) -> None:
     """Accuracy, equal bits at every save level and on a second run, the row's own columns untouched, isolation."""
     found = measure.check_case(name)
     assert found.broken == []
-    bound = BOUND[found.dtype] * (4 if name == "parallel" else 1)
+    bound = BOUND[found.dtype] * (4 if measure.ACCURACY[name].get("parallel_keys") else 1)
     assert all(error <= bound for error in found.errors.values()), found.errors
 
 
@@ -119,3 +120,75 @@ def test_tokens_farther_apart_than_32_bits_reach() -> None:
     hopper.chunk_bwd(grads._replace(dq=targets[0], dk=targets[1], dv=targets[2]), do, None, inputs, out.saved, options)
     for target, x in zip(targets, results[0][2:5], strict=True):
         assert torch.equal(target.reshape(x.shape), x)
+
+
+CUT_CASES = [name for name in measure.ACCURACY if name.startswith("cut")]
+
+
+def test_cut_cases_are_cut() -> None:
+    for name in CUT_CASES:
+        case = dict(measure.ACCURACY[name])
+        case.pop("dense", None)
+        inputs, _, _ = oracle.make(**case)
+        rule = segment_rule(sizes(inputs))
+        assert rule.is_split
+        assert rule.num_cuts > 0
+        assert inputs.q.shape[1] // 64 >= 3 * rule.chunks // 2
+
+
+@pytest.mark.parametrize("name", CUT_CASES)
+def test_without_running_segments_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward runs on documents and leaves states at cuts; only the backward's recomputation is cut."""
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", 0)
+    test_results_and_gradients(name)
+
+
+def test_recomputation_from_cuts_has_the_bits_of_whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", 0)
+    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=measure.LONG, initial=True)
+    options = Options(128**-0.5)
+    results = []
+    for chains, cuts in ((132, True), (0, False)):
+        monkeypatch.setattr(shapes, "_CHECKPOINT_CHAINS", chains)
+        out = measure.forward_once(inputs, options, "solve", final=True)
+        assert (out.checkpoints.shape[0] > 0) == cuts
+        grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+        results.append((*out[:2], *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
+def test_a_captured_call_follows_other_boundaries(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which documents are cut is decided on the device: a graph replays with any boundaries of the same number."""
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+    inputs, do, dfinal = oracle.make(HK=1, HV=4, bounds=[0, 2500, 2501, 4900], initial=True, seed=5)
+    options = Options(128**-0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = measure.forward_once(inputs, options, "solve", final=True)
+        grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    for bounds in ([0, 0, 4900, 4900], [0, 100, 3300, 4700], [0, 4898, 4899, 4900]):
+        inputs.cu_seqlens.copy_(torch.tensor(bounds))
+        graph.replay()
+        captured = [x.clone() for x in (*out[:2], *grads)]
+        eager = measure.forward_once(inputs, options, "solve", final=True)
+        eager_grads, _ = measure.backward_once(eager, do, dfinal, inputs, options, packed=False)
+        assert all(torch.equal(a, b) for a, b in zip(captured, (*eager[:2], *eager_grads), strict=True))
+        want = oracle.run(inputs, options, do, dfinal, bounds)
+        assert oracle.relative_error(out.o, want.o) <= BOUND[torch.bfloat16]
+        assert oracle.relative_error(grads.dk.reshape(want.grads["k"].shape), want.grads["k"]) <= BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
+def test_states_alone_have_the_bits_of_a_whole_call(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=measure.LONG, initial=True, norm=True)
+    options = Options(128**-0.5, use_qk_l2norm=True)
+    out = measure.forward_once(inputs, options, "inputs", final=True)
+    grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    states = torch.full_like(out.final_state, float("nan"))
+    gradients = states.clone()
+    hopper.final_states(states, inputs._replace(q=inputs.k), options)
+    hopper.initial_state_gradients(gradients, do, dfinal, inputs._replace(initial_state=None), options)
+    assert torch.equal(states, out.final_state)
+    assert torch.equal(gradients, grads.d_initial_state)
