@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_ops import settings
+
 _TYPES = frozenset((Tensor, torch.nn.Parameter))
 _NEEDED = (
     (torch._C, "_len_torch_dispatch_stack"),
@@ -54,14 +56,15 @@ def _learn(x: Tensor) -> bool:
 def is_plain(tensors: Iterable[Any]) -> bool:
     """Whether a call of an op on `tensors` (or None) does nothing in the dispatcher that its kernel would miss.
 
-    Not for use while a graph is traced by Dynamo.
+    On a GPU only with the setting `fast_calls`. Not for use while a graph is traced by Dynamo.
     """
+    fast_calls = settings.current().fast_calls
     if not (_can_ask and _nobody_listens()):
         return False
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in _TYPES:
+        if type(x) not in _TYPES or (x.is_cuda and not fast_calls):
             return False
         keys = torch._C._dispatch_keys(x).raw_repr()
         if not (_plain_keys[keys] if keys in _plain_keys else _learn(x)):

@@ -3,7 +3,8 @@
 A kind of call is everything that host code depends on: shapes, strides, dtypes, devices and options. The first call of
 a kind runs as written, so that a length which never comes again costs nothing more. The second is recorded
 (`backends/plans.py`), and from then on its launches are repeated. A call that a backend cannot record, one with a
-tensor off 16 bytes, or one that checks values runs as written every time.
+tensor off 16 bytes, or one that checks values runs as written every time; so does every call while the setting
+`fast_calls` is off.
 """
 
 import threading
@@ -70,7 +71,7 @@ def remembered(
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         current = settings.current()
-        if current.debug:
+        if current.debug or not current.fast_calls:
             return run(*args, **kwargs)
         tensors: Sequence[Any] = (*args, kwargs["row"]) if "row" in kwargs else args
         key = (

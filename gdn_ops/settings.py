@@ -19,11 +19,14 @@ class Settings:
     save (GDN_OPS_SAVE): what the forward keeps for the backward, "inputs", "solve" or "states"; changes memory and
         time, never a result. Read when a call is made or traced.
     debug (GDN_OPS_DEBUG): check the values of cu_seqlens on a GPU too, which synchronises with the host.
+    fast_calls (GDN_OPS_FAST_CALLS): spend less of the host's time on calls on a GPU: from its second call on a kind of
+        call repeats its launches without the backend's host code, and eager calls leave the dispatcher out.
     """
 
     backend: str = "auto"
     save: str = "solve"
     debug: bool = False
+    fast_calls: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown words."""
@@ -31,12 +34,13 @@ class Settings:
             raise ValueError(f"setting backend: expected one of {BACKENDS}, got {self.backend!r}")
         if self.save not in SAVE_LEVELS[1:]:
             raise ValueError(f"setting save: expected one of {SAVE_LEVELS[1:]}, got {self.save!r}")
-        if not isinstance(self.debug, bool):
-            raise TypeError(f"setting debug: expected a bool, got {type(self.debug).__name__}")
+        for name, value in (("debug", self.debug), ("fast_calls", self.fast_calls)):
+            if not isinstance(value, bool):
+                raise TypeError(f"setting {name}: expected a bool, got {type(value).__name__}")
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
-    """Settings that the environment variables GDN_OPS_BACKEND, GDN_OPS_SAVE and GDN_OPS_DEBUG ask for.
+    """Settings that the environment variables ask for, GDN_OPS_ and the name of a setting.
 
     Raises ValueError for an unknown word.
     """

@@ -28,7 +28,7 @@ ALLOWED = {
     "gdn_ops.version": [],
     "gdn_ops.derivatives": [],
     "gdn_ops.counters": [],
-    "gdn_ops.plain": [],
+    "gdn_ops.plain": ["gdn_ops.settings"],
     "gdn_ops.reference": [],
     "gdn_ops.shapes": [],
     "gdn_ops.settings": ["gdn_ops.shapes"],

@@ -30,6 +30,12 @@ class Backend:
         return plan
 
 
+@pytest.fixture(autouse=True)
+def fast_calls():
+    with settings.configure(fast_calls=True):
+        yield
+
+
 @pytest.fixture
 def backend():
     return Backend()
@@ -96,9 +102,10 @@ def test_the_backend_setting_and_torch_s_deterministic_mode_make_kinds(backend):
     assert len(written) == 3
 
 
-def test_a_call_that_checks_values_runs_as_written(backend):
+@pytest.mark.parametrize("changes", [{"debug": True}, {"fast_calls": False}])
+def test_a_call_that_checks_values_and_every_call_without_the_setting_run_as_written(backend, changes):
     call, written = remembered(backend)
-    with settings.configure(debug=True):
+    with settings.configure(**changes):
         for _ in range(3):
             call(torch.randn(2, 4))
     assert len(written) == 3

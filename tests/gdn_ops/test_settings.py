@@ -8,14 +8,23 @@ from gdn_ops import settings
 
 
 def test_defaults_and_environment():
-    assert settings.from_environment({}) == settings.Settings("auto", "solve", False)
+    assert settings.from_environment({}) == settings.Settings("auto", "solve", False, False)
     found = settings.from_environment(
-        {"GDN_OPS_BACKEND": "cpu", "GDN_OPS_SAVE": "states", "GDN_OPS_DEBUG": "1", "OTHER": "x"}
+        {
+            "GDN_OPS_BACKEND": "cpu",
+            "GDN_OPS_SAVE": "states",
+            "GDN_OPS_DEBUG": "1",
+            "GDN_OPS_FAST_CALLS": "1",
+            "OTHER": "x",
+        }
     )
-    assert found == settings.Settings("cpu", "states", True)
+    assert found == settings.Settings("cpu", "states", True, True)
 
 
-@pytest.mark.parametrize("variables", [{"GDN_OPS_BACKEND": "cuda"}, {"GDN_OPS_SAVE": "none"}, {"GDN_OPS_DEBUG": "yes"}])
+@pytest.mark.parametrize(
+    "variables",
+    [{"GDN_OPS_BACKEND": "cuda"}, {"GDN_OPS_SAVE": "none"}, {"GDN_OPS_DEBUG": "yes"}, {"GDN_OPS_FAST_CALLS": "2"}],
+)
 def test_unknown_word_is_refused(variables):
     with pytest.raises(ValueError, match=next(iter(variables.values()))):
         settings.from_environment(variables)

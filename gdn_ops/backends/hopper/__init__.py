@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdn_ops import settings
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
 from gdn_ops.backends.hopper.epilogue import epilogue, gate_sums
@@ -153,7 +154,13 @@ def chunk_bwd(
             # Freed before the next group's are taken: the allocator then hands out the same memory again.
             del states, updates, dstates, sums
         if parts is not None:
-            gate_sums(parts, out.dA_log, None if inputs.dt_bias is None else out.ddt_bias)
+            if settings.current().fast_calls:
+                gate_sums(parts, out.dA_log, None if inputs.dt_bias is None else out.ddt_bias)
+            else:
+                total = parts.sum(0)
+                out.dA_log.copy_(total[0])
+                if inputs.dt_bias is not None:
+                    out.ddt_bias.copy_(total[1])
         if inputs.cu_seqlens is not None:
             for x in (dq, dk, dv, dg[:, None, None], dbeta[:, None, None]):
                 clear_ownerless(x, chunks)

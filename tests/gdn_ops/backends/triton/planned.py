@@ -127,7 +127,7 @@ if __name__ == "__main__":
     launching.compiled_for = compiled_for
     # Whatever a launch does not write is NaN, in outputs and in the shared workspace.
     torch.use_deterministic_algorithms(True)
-    with settings.configure(backend="triton"):
+    with settings.configure(backend="triton", fast_calls=True):
         for name, arguments in CHECKS.items():
             print(json.dumps({"check": name, **check(*arguments)}), flush=True)
     assert Forward._fields[0] == "o"
