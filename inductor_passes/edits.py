@@ -90,9 +90,9 @@ def outputs_of(node: Node) -> dict[int, Node]:
 
 def outputs_stay_inside(
     fwd: Node, bwds: Sequence[Node], replaced: dict[Node, torch.Tensor], changes: dict[str, Any] | None = None
-) -> bool:
-    """Whether a forward call with other operands (fake values) and options changes the size of no output but those
-    that the backward calls alone use."""
+) -> tuple[torch.Tensor, ...] | None:
+    """The outputs (fake values) of a forward call with other operands and options, if it changes the size of no output
+    but those that the backward calls alone use; else None."""
     args, kwargs = tree_map_only(
         Node, lambda n: replaced.get(n, n.meta["val"]), (tuple(fwd.args), {**fwd.kwargs, **(changes or {})})
     )
@@ -101,8 +101,8 @@ def outputs_stay_inside(
         new = fwd.target(*args, **kwargs)  # type: ignore[operator]
     for index, node in outputs_of(fwd).items():
         if not same_sizes(node, [size(n) for n in new[index].shape]) and any(user not in bwds for user in node.users):
-            return False
-    return True
+            return None
+    return tuple(new)
 
 
 class Extents:

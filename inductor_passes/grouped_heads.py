@@ -15,7 +15,7 @@ used goes to the sum over its group and nowhere else; outputs of the forward who
 alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class GroupPlan:
     bwds: list[Node]
     operands: dict[str, Repeated]
     sums: list[Summed]
+    fwd_value: tuple[torch.Tensor, ...] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------ looking
@@ -291,8 +292,8 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
     plan = GroupPlan(fwd, bwds, operands, sums)
     if fwd is not None:
         replaced = {given[0][name]: _fake_source(found) for name, found in operands.items()}
-        if not outputs_stay_inside(fwd, bwds, replaced):  # type: ignore[arg-type]
-            return None
+        value = outputs_stay_inside(fwd, bwds, replaced)  # type: ignore[arg-type]
+        return None if value is None else replace(plan, fwd_value=value)
     return plan
 
 
@@ -334,7 +335,7 @@ def replace_grouped_heads(graph: Graph, plan: GroupPlan, variant: PackedVariant)
             else:
                 node.update_arg(positions.index(name), new)
     for node in callers:
-        update_value(node)
+        update_value(node, value=plan.fwd_value if node is plan.fwd else None)
         for item in outputs_of(node).values():
             update_value(item)
     like = next(iter(plan.operands.values())).source

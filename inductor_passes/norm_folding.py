@@ -249,7 +249,7 @@ def _find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> N
             gradients[bwd] = (gradient, end)
         norms.append(Norm(name, operand, source, gradients))
     replaced = {norm.operand: norm.source.meta["val"] for norm in norms}
-    if fwd is not None and not outputs_stay_inside(fwd, bwds, replaced, {variant.norm_switch: True}):
+    if fwd is not None and outputs_stay_inside(fwd, bwds, replaced, {variant.norm_switch: True}) is None:
         return None
     return NormPlan(fwd, bwds, norms)
 
