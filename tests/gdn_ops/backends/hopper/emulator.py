@@ -214,7 +214,8 @@ def _warp_specialize(partitions: list[Any], *sizes: Any) -> None:
     def run(partition: Callable[..., None], args: tuple[Any, ...]) -> None:
         _place.__dict__.update(place)
         try:
-            partition(*args)
+            with torch.no_grad():  # which a new thread does not have from the one that started it
+                partition(*args)
         except Exception as error:  # noqa: BLE001  (raised again below, in the thread that started this one)
             errors.append(error)
             with _changed:

@@ -17,9 +17,11 @@ import emulator
 import measure
 import oracle
 
-from gdn_ops import outputs, shapes
+from gdn_ops import ops, outputs, shapes
 from gdn_ops.backends import hopper, launching
 from gdn_ops.backends.hopper.chunks import chunk_table
+from gdn_ops.context_parallel import partition
+from gdn_ops.context_parallel.emulation import RankInputs, emulate
 from gdn_ops.shapes import Options, segment_rule, sizes
 
 BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -164,3 +166,26 @@ def test_states_alone_have_the_bits_of_a_whole_call(
     assert torch.equal(states, out.final_state)
     assert torch.equal(gradients, grads.d_initial_state)
     assert "_gradients_kernel" not in launched
+
+
+@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
+def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents over three ranks: summaries without outputs, results and gradients as of one rank."""
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setitem(ops._AUTO, "cpu", ("hopper", "cpu"))
+    bounds = [0, 100, 600]
+    inputs, do, _ = oracle.make(device="cpu", HK=1, HV=2, bounds=bounds)
+    want = oracle.run(inputs, Options(128**-0.5), do, None, bounds)
+    part = partition(inputs.cu_seqlens, 3)
+    leaves = [x.detach().requires_grad_() for x in inputs[:5]]
+    shards = [[part.shard(x, rank, dim=1) for x in leaves] for rank in range(3)]
+    launched.clear()
+    found = emulate(part, [RankInputs(*shard) for shard in shards])
+    o = part.unshard([x for x, _ in found], dim=1)
+    assert launched.count("_scores_kernel") > 3
+    o.backward(do)
+    assert launched.count("_gradients_kernel") == 3, "one backward a rank, none for its summary"
+    assert oracle.relative_error(o, want.o) <= BOUND[torch.bfloat16]
+    for name, x in zip(("q", "k", "v", "g", "beta"), leaves, strict=True):
+        assert oracle.relative_error(x.grad, want.grads[name]) <= BOUND[torch.bfloat16], name
