@@ -40,6 +40,7 @@ class Case:
     save: str = "solve"
     g_scale: float = 1.0
     g_values: tuple[float, ...] = ()
+    A_log: float | None = None
     zero_beta: bool = False
     rows: str = "dense"
     index_dtype: torch.dtype = torch.int32
@@ -75,6 +76,8 @@ def _place(x: Tensor, case: Case) -> Tensor:
         wide = torch.full((x.shape[0], 2 * x.shape[1], *x.shape[2:]), float("nan"), dtype=x.dtype, device=x.device)
         wide[:, ::2] = x
         return wide[:, ::2]
+    if case.rows == "unaligned":
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
     return x.contiguous()
 
 
@@ -98,6 +101,8 @@ def make(case: Case, device: str = "cpu") -> tuple[Inputs, Options, Tensor, Tens
         beta[:, ::3] = 0
         beta[:, 1::3] *= 1e-12
     A_log = torch.rand(HV, generator=generator) if case.gate else None
+    if case.A_log is not None:
+        A_log = torch.full((HV,), case.A_log)
     dt_bias = normal(HV) if case.gate and case.bias else None
     N = case.num_documents
     initial_state = normal(N, HV, K, V) if case.initial else None

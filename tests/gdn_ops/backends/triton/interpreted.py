@@ -38,6 +38,8 @@ ERROR_CASES = {
     "no_decay": Case(g_scale=0.0),
     "strong_decay": Case(g_scale=200.0),
     "extreme_gates": Case(g_values=(0.0, -0.05, -80.0, -1e4, -3e38)),
+    # exp(A_log) nearly overflows, and the sigmoid of some gates is zero.
+    "largest_rate": Case(gate=True, bias=False, A_log=88.7, g_values=(-88.7, -110.0), documents=(130,)),
     "packed_row": Case(rows="packed", HK=2, HV=4),
     "interleaved_row": Case(rows="interleaved", HK=2, HV=4, V=32, unused=3, norm=True),
     "save_states": Case(save="states", norm=True, initial=True),
@@ -51,7 +53,7 @@ def _same(a: dict, b: dict) -> bool:
 
 def strides_change_no_bit() -> bool:
     results = []
-    for rows in ("dense", "heads_first", "sliced", "packed", "interleaved"):
+    for rows in ("dense", "unaligned", "heads_first", "sliced", "packed", "interleaved"):
         case = Case(rows=rows, HK=2, HV=4, norm=True)
         results.append(harness.run(case, harness.make(case)))
     return all(_same(results[0], other) for other in results[1:])
@@ -133,6 +135,39 @@ def unused_tokens_are_zero() -> bool:
     return all(bool((got[n][:, 41:] == 0).all()) for n in ("o", "dq", "dk", "dv", "dg", "dbeta", "row"))
 
 
+def tma_changes_no_bit() -> bool:
+    """Tiles by descriptors that end with the document, or by pointers; with NaN right after each document's end."""
+    stages = (harness.backend.forward, harness.backend.reverse)
+    former = [(stage, stage.has_tiles, stage.uses_tma) for stage in stages]
+    results = []
+    try:
+        for tma in (False, True):
+            for stage in stages:
+                stage.has_tiles = lambda sizes, x: True
+                stage.uses_tma = lambda sizes, *rows, tma=tma: tma
+            for case in (
+                Case(documents=(70, 0, 1, 9), unused=3, HK=2, HV=4, rows="packed", **EVERYTHING),
+                Case(documents=(65,), HV=2, dtype=torch.float16, save="states"),
+            ):
+                made = harness.make(case)
+                if case.unused:
+                    for x in (made[0].q, made[0].k, made[0].v, made[2]):
+                        x[:, 71:] = float("nan")
+                results.append(harness.run(case, made))
+    finally:
+        for stage, has_tiles, uses_tma in former:
+            stage.has_tiles, stage.uses_tma = has_tiles, uses_tma
+    half = len(results) // 2
+    finite = all(bool(results[0][n][:, :71].isfinite().all()) for n in ("o", "dq", "dk", "dv", "dg", "dbeta"))
+    names = harness.NAMES
+    same = all(
+        torch.equal(a[n].nan_to_num(), b[n].nan_to_num())
+        for a, b in zip(results[:half], results[half:], strict=True)
+        for n in names
+    )
+    return finite and same
+
+
 def no_tokens() -> bool:
     case = Case(documents=(0, 0), **EVERYTHING)
     made = harness.make(case)
@@ -152,7 +187,8 @@ def zero_key_tokens_in_float16() -> bool:
 
 CHECKS = (
     strides_change_no_bit, save_levels_change_no_bit, turns_change_no_bit, rest_of_the_row_is_untouched,
-    document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero, no_tokens, zero_key_tokens_in_float16,
+    document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero, tma_changes_no_bit, no_tokens,
+    zero_key_tokens_in_float16,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that are supported, without one: resources fit and the small kernels do not spill.
+"""Every kernel compiles for the GPUs that are supported, without one: resources fit, and what spills is known.
 
 The launchers run on meta tensors with `launch` replaced by a recorder, so what is compiled is what is launched.
 """
@@ -17,38 +17,51 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gdn_ops.backends import triton as backend  # noqa: E402
-from gdn_ops.backends.triton import chunks, forward, gradients, reverse, scores, solve  # noqa: E402
+from gdn_ops.backends.triton import chunks, forward, gradients, launch, reverse, scores, solve  # noqa: E402
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd  # noqa: E402
 from gdn_ops.shapes import Inputs, Options  # noqa: E402
 
+_STAGES = (chunks, forward, gradients, reverse, scores, solve)
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 _HOPPER_SHARED = 227 * 1024
+_AMPERE_SHARED = 163 * 1024
+_AMD_SHARED = 64 * 1024
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Kernel launches of one forward and backward call at 16/48 heads of 128, by kernel name."""
-    seen = {}
+    """Kernel launches of one forward and backward call at 16/48 heads, by kernel name, as a given device would do."""
 
-    def record(kernel, grid, args, constants, num_warps, num_stages):
-        seen[kernel.__name__] = (kernel, args, constants, num_warps, num_stages)
+    def of(dtype=torch.bfloat16, D=128, *, hopper=False, amd=False, shared=_HOPPER_SHARED, save="inputs", offset=0):
+        seen = {}
 
-    for stage in (chunks, forward, gradients, reverse, scores, solve):
-        monkeypatch.setattr(stage, "launch", record)
-    HK, HV, D, T = 16, 48, 128, 32768
-    row = torch.empty((1, T, (2 * HK + HV) * D), dtype=torch.bfloat16, device="meta")
-    q, k, v = (row[..., a * D : b * D].view(1, T, b - a, D) for a, b in ((0, HK), (HK, 2 * HK), (2 * HK, 2 * HK + HV)))
-    gate = torch.empty((1, T, HV), device="meta")
-    per_head = torch.empty(HV, device="meta")
-    inputs = Inputs(q, k, v, gate, gate, None, torch.empty(6, dtype=torch.int32, device="meta"), per_head, per_head)
-    options = Options(D**-0.5, True, True)
-    out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=True, save="inputs")
-    backend.chunk_fwd(out, inputs, options, "inputs")
-    grads = allocate_chunk_bwd(inputs)
-    targets = grads._replace(dq=grads.dq.unsqueeze(3), dk=grads.dk.unsqueeze(3), dv=grads.dv.unsqueeze(3))
-    backend.chunk_bwd(targets, torch.empty_like(v), None, inputs, out.saved, options)
-    assert len(seen) == 8
-    return seen
+        def record(kernel, grid, args, constants, num_warps, num_stages):
+            seen[kernel.__name__] = (kernel, args, constants, num_warps, num_stages)
+
+        for stage in _STAGES:
+            monkeypatch.setattr(stage, "launch", record)
+        for module in (launch, gradients, solve):
+            monkeypatch.setattr(module, "is_amd", lambda: amd)
+        monkeypatch.setattr(launch, "on_hopper", lambda: hopper)
+        monkeypatch.setattr(launch, "shared_memory", lambda: shared)
+        HK, HV, T = 16, 48, 32768
+        row = torch.empty((1, T, (2 * HK + HV) * D + 16), dtype=dtype, device="meta")[..., offset:]
+        heads = ((0, HK), (HK, 2 * HK), (2 * HK, 2 * HK + HV))
+        q, k, v = (row[..., a * D : b * D].view(1, T, b - a, D) for a, b in heads)
+        gate = torch.empty((1, T, HV), device="meta")
+        per_head = torch.empty(HV, device="meta")
+        ends = torch.empty(6, dtype=torch.int32, device="meta")
+        inputs = Inputs(q, k, v, gate, gate, None, ends, per_head, per_head)
+        options = Options(D**-0.5, True, True)
+        out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=True, save=save)
+        backend.chunk_fwd(out, inputs, options, save)
+        grads = allocate_chunk_bwd(inputs)
+        targets = grads._replace(dq=grads.dq.unsqueeze(3), dk=grads.dk.unsqueeze(3), dv=grads.dv.unsqueeze(3))
+        backend.chunk_bwd(targets, v.new_empty(v.shape), None, inputs, out.saved, options)
+        assert len(seen) == (8 if save == "inputs" else 9)
+        return seen
+
+    return of
 
 
 def _source(kernel, args, constants):
@@ -71,10 +84,11 @@ def _source(kernel, args, constants):
     return ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
 
 
-def _compile(launch, arch):
-    kernel, args, constants, num_warps, num_stages = launch
+def _compile(recorded, arch):
+    kernel, args, constants, num_warps, num_stages = recorded
     options = dict(num_warps=num_warps, num_stages=num_stages)
-    return triton.compile(_source(kernel, args, constants), target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    return triton.compile(_source(kernel, args, constants), target=target, options=options)
 
 
 def _spilled_bytes(ptx):
@@ -89,20 +103,57 @@ def _spilled_bytes(ptx):
     return int(found.group(1))
 
 
-# What the three large kernels spill, in bytes a thread. forward and reverse: addresses of the software pipeline, a few
-# registers beyond 255. gradients: the sum over a group's heads (96 registers) is parked while the pair products are
-# formed; it is the reason for that kernel's speed (docs/kernels.md) and may only go down.
-_SPILLS = {"_forward_kernel": 128, "_reverse_kernel": 192, "_gradients_kernel": 1100}
+# What may be spilled, in bytes a thread, and only go down. reverse: two recurrences in one kernel; without TMA the
+# addresses of the software pipeline come on top. gradients: the sum over a group's heads (96 registers) is live while
+# the pair products are formed; nothing inside its loop over V is spilled.
+_SPILLS = {"_reverse_kernel": 8, "_gradients_kernel": 400}
+_SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128}
 
 
-def test_hopper_resources(launches):
-    for name, launch in launches.items():
-        compiled = _compile(launch, 90)
+def _check(seen, spills):
+    for name, recorded in seen.items():
+        compiled = _compile(recorded, 90)
         assert compiled.metadata.shared <= _HOPPER_SHARED, name
-        assert _spilled_bytes(compiled.asm["ptx"]) <= _SPILLS.get(name, 0), name
+        assert _spilled_bytes(compiled.asm["ptx"]) <= spills.get(name, 0), name
 
 
-@pytest.mark.parametrize("arch", [80, 100])
-def test_other_architectures_compile(launches, arch):
-    for launch in launches.values():
-        assert _compile(launch, arch).metadata.name
+@pytest.mark.parametrize("save", ["inputs", "states"])
+def test_hopper_resources(launches, save):
+    seen = launches(hopper=True, save=save)
+    for name, descriptors in {"_forward_kernel": 5, "_reverse_kernel": 8 if save == "inputs" else 5}.items():
+        assert seen[name][2]["TMA"]
+        scratch = _compile(seen[name], 90).metadata.global_scratch_size
+        assert scratch == descriptors * 128
+        said = forward.TMA_BYTES if name == "_forward_kernel" else reverse.TMA_BYTES[save == "inputs"]
+        assert scratch == said
+    _check(seen, _SPILLS)
+
+
+def test_hopper_resources_by_pointers(launches):
+    seen = launches(hopper=True, offset=1)  # rows that start off 16 bytes
+    assert not seen["_forward_kernel"][2]["TMA"] and not seen["_reverse_kernel"][2]["TMA"]
+    tiled = launches(hopper=True)
+    for name in ("_forward_kernel", "_reverse_kernel"):  # the same tiles, or other steps would round otherwise
+        assert seen[name][2] | {"TMA": True} == tiled[name][2]
+        assert seen[name][3:] == tiled[name][3:]
+    _check({name: seen[name] for name in ("_forward_kernel", "_reverse_kernel")}, _SPILLS_BY_POINTERS)
+
+
+@pytest.mark.parametrize("arch, shared", [(80, _AMPERE_SHARED), (100, _HOPPER_SHARED)])
+def test_other_architectures_compile(launches, arch, shared):
+    for name, recorded in launches(shared=shared).items():
+        assert _compile(recorded, arch).metadata.shared <= shared, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_amd_compiles(launches, dtype):
+    for name, recorded in launches(dtype, amd=True).items():
+        compiled = _compile(recorded, "gfx942")
+        assert compiled.metadata.shared <= _AMD_SHARED, name
+        assert compiled.asm["hsaco"], name
+
+
+def test_float32_compiles_for_hopper(launches):
+    # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
+    spills = {"_solve_kernel": 4096, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3500}
+    _check(launches(torch.float32, hopper=True), spills)
