@@ -1,8 +1,10 @@
 """The Hopper kernels' source, carried out on a CPU (`emulator.py`), against the float64 recurrence."""
 
 import pathlib
+import random
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +68,30 @@ def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:
     assert torch.count_nonzero(grads.dg[..., 0]) == 0
     assert all(x.isfinite().all() for x in grads)
     assert torch.count_nonzero(grads.dg[..., 1]) > 0
+
+
+def test_partitions_may_run_at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warpgroups and producers that dawdle at random around their barriers change no bit."""
+    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=measure.bounds_of([200, 1, 70]), norm=True, initial=True)
+    options = Options(128**-0.5, use_qk_l2norm=True)
+    lazy = random.Random(0)
+
+    def results() -> list[torch.Tensor]:
+        out = measure.forward_once(inputs, options, "inputs", final=True)
+        grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+        return [*out[:2], *grads]
+
+    def dawdling(step: Callable[..., None]) -> Any:
+        def run(*args: Any, **options: Any) -> None:
+            time.sleep(max(0.0, lazy.uniform(-0.002, 0.002)))
+            step(*args, **options)
+
+        return staticmethod(run)
+
+    expected = results()
+    for name in ("wait", "arrive", "expect"):
+        monkeypatch.setattr(emulator._mbarrier, name, dawdling(getattr(emulator._mbarrier, name)))
+    assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
 
 
 def test_a_pointer_outside_its_tensor_is_noticed() -> None:
