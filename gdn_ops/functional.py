@@ -122,7 +122,7 @@ def chunk_gated_delta_rule(
     if unbatched:
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
     if cp_context is not None:
-        out = calls.run(
+        out: tuple[Tensor, ...] = calls.run(
             torch.ops.gdn.context_fwd, (q, k, v), g, beta, initial_state, A_log, dt_bias,
             cp_context, recompute_handle, **options,
         )  # fmt: skip
@@ -191,7 +191,7 @@ def chunk_gated_delta_rule_packed(
     if unbatched:
         row, g, beta = row.unsqueeze(0), g.unsqueeze(0), beta.unsqueeze(0)
     if cp_context is not None:
-        out = calls.run(
+        out: tuple[Tensor, ...] = calls.run(
             torch.ops.gdn.context_packed_fwd, (row,), g, beta, initial_state, A_log, dt_bias,
             cp_context, recompute_handle, **options,
         )  # fmt: skip
