@@ -146,13 +146,12 @@ def test_table_tiles_every_document() -> None:
     assert [row[4] for row in chunks.documents.tolist()] == [0, 3, 4, 2, 1], "longest first"
 
 
-@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
-@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize(("chains", "initial"), [(40, True), (0, False)], ids=["segments", "documents"])
 def test_states_alone_have_the_bits_of_a_whole_call(
     chains: int, initial: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
-    inputs, do, dfinal = oracle.make(device="cpu", **{**CUT, "HK": 1, "HV": 2, "norm": True})
+    inputs, do, dfinal = oracle.make(device="cpu", **{**CUT, "norm": True})
     options = Options(128**-0.5, use_qk_l2norm=True)
     out = measure.forward_once(inputs, options, "inputs", final=True)
     grads, _ = measure.backward_once(out, do, dfinal if initial else None, inputs, options, packed=False)
