@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gdn_ops.shapes import CHUNK, Inputs, RowLayout, Saved, accumulator_dtype, segment_rule, sizes
+from gdn_ops import settings
+from gdn_ops.shapes import CHUNK, Inputs, RowLayout, Saved, accumulator_dtype, sizes
 
 _UNCUT_DEVICES = ("cpu",)
 _CUT_HEAD_SIZE = 128
@@ -93,7 +94,7 @@ def _checkpoint_rows(inputs: Inputs, save: str) -> int:
     fits = q.element_size() == 2 and s.K == s.V == _CUT_HEAD_SIZE
     if q.device.type in _UNCUT_DEVICES or not fits or save not in ("solve", "states"):
         return 0
-    rule = segment_rule(s)
+    rule = settings.segments(s)
     if rule.is_split:
         return 2 * rule.num_cuts
     return rule.num_cuts if save == "solve" else 0

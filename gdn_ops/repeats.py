@@ -76,6 +76,7 @@ def remembered(
         tensors: Sequence[Any] = (*args, kwargs["row"]) if "row" in kwargs else args
         key = (
             current.backend,
+            current.cut_documents,
             kwargs.get("deterministic", True) or torch.are_deterministic_algorithms_enabled(),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
             *(kwargs.items() if count is None else _hashable(kwargs)),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from gdn_ops.shapes import SAVE_LEVELS
+from gdn_ops.shapes import SAVE_LEVELS, WHOLE_DOCUMENTS, SegmentRule, Sizes, segment_rule
 
 BACKENDS = ("auto", "cpu", "triton", "hopper")
 
@@ -21,12 +21,16 @@ class Settings:
     debug (GDN_OPS_DEBUG): check the values of cu_seqlens on a GPU too, which synchronises with the host.
     fast_calls (GDN_OPS_FAST_CALLS): spend less of the host's time on calls on a GPU: from its second call on a kind of
         call repeats its launches without the backend's host code, and eager calls leave the dispatcher out.
+    cut_documents (GDN_OPS_CUT_DOCUMENTS): with few documents and heads the Hopper backend cuts documents into segments,
+        exactly; a document then no longer has the bits of the same document in another pack. To be the same in a
+        forward and its backward.
     """
 
     backend: str = "auto"
     save: str = "solve"
     debug: bool = False
     fast_calls: bool = False
+    cut_documents: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown words."""
@@ -34,7 +38,8 @@ class Settings:
             raise ValueError(f"setting backend: expected one of {BACKENDS}, got {self.backend!r}")
         if self.save not in SAVE_LEVELS[1:]:
             raise ValueError(f"setting save: expected one of {SAVE_LEVELS[1:]}, got {self.save!r}")
-        for name, value in (("debug", self.debug), ("fast_calls", self.fast_calls)):
+        for name in ("debug", "fast_calls", "cut_documents"):
+            value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"setting {name}: expected a bool, got {type(value).__name__}")
 
@@ -64,6 +69,11 @@ _current = from_environment(os.environ)
 def current() -> Settings:
     """The settings in force."""
     return _current
+
+
+def segments(s: Sizes) -> SegmentRule:
+    """How the documents of a call are cut under the settings in force."""
+    return segment_rule(s) if _current.cut_documents else WHOLE_DOCUMENTS
 
 
 @contextlib.contextmanager

@@ -124,6 +124,10 @@ class SegmentRule(NamedTuple):
     is_split: bool
 
 
+WHOLE_DOCUMENTS = SegmentRule(0, 0, False)
+"""No document is cut."""
+
+
 def segment_rule(s: Sizes) -> SegmentRule:
     """The rule of a call, from shapes alone: the lengths of its documents are known on the device only.
 
@@ -132,7 +136,7 @@ def segment_rule(s: Sizes) -> SegmentRule:
     """
     num_tokens, chains = s.B * s.T, s.N * s.HV
     if chains == 0 or chains > _CHECKPOINT_CHAINS:
-        return SegmentRule(0, 0, False)
+        return WHOLE_DOCUMENTS
     is_split = chains <= _SPLIT_CHAINS
     if is_split:
         segments = torch.sym_min(_MULTIPROCESSORS // s.HV, _MOST_SEGMENTS * s.N)

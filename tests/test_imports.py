@@ -32,7 +32,7 @@ ALLOWED = {
     "gdn_ops.reference": [],
     "gdn_ops.shapes": [],
     "gdn_ops.settings": ["gdn_ops.shapes"],
-    "gdn_ops.outputs": ["gdn_ops.shapes"],
+    "gdn_ops.outputs": ["gdn_ops.settings", "gdn_ops.shapes"],
     "gdn_ops.checks": FOUNDATION,
     "gdn_ops.backends.*": FOUNDATION,
     "gdn_ops.backends.launching": [],

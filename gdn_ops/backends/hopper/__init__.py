@@ -31,7 +31,7 @@ from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
-from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, SegmentRule, Sizes, segment_rule, sizes
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, SegmentRule, Sizes, sizes
 
 HEAD_SIZE = 128
 
@@ -78,7 +78,7 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         return
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
-        rule = segment_rule(s)
+        rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
         kept_cuts = out.checkpoints if out.checkpoints.shape[0] > 0 else None
@@ -110,11 +110,13 @@ def chunk_bwd(
         targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
-        rule = segment_rule(s)
+        rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
         cuts, cut_dstates = None, None
         if saved.checkpoints.shape[0] > 0:
+            if saved.checkpoints.shape[0] != rule.num_cuts * (2 if rule.is_split else 1):
+                raise RuntimeError("the setting cut_documents changed between a forward and its backward")
             cuts = _Cuts.of(saved.checkpoints, rule)
         elif rule.is_split and rule.num_cuts > 0:
             cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None)
@@ -189,7 +191,7 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     address, which is copied.
     """
     s = sizes(inputs)
-    rule = segment_rule(s)
+    rule = settings.segments(s)
     tables = (s.num_chunks * 4 + (2 * s.N + rule.num_cuts) * 8 + s.N * 2 + 2) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
@@ -314,7 +316,7 @@ def final_states(out: Tensor, inputs: Inputs, options: Options) -> None:
     For calls that `unsupported_reason` accepts and that have tokens.
     """
     s = sizes(inputs)
-    rule = segment_rule(s)
+    rule = settings.segments(s)
     with on_device(inputs.q):
         _, k, v = (_flat(x) for x in inputs[:3])
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, k)
@@ -334,7 +336,7 @@ def initial_state_gradients(
     They depend on no state. For calls that `unsupported_reason` accepts and that have tokens.
     """
     s = sizes(inputs)
-    rule = segment_rule(s)
+    rule = settings.segments(s)
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
         flat_do = _addressable_gradient(do)

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gdn_ops import settings
 from gdn_ops.backends import hopper
 from gdn_ops.outputs import Backward, Forward, allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
 from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
@@ -265,9 +266,11 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["accuracy", "times"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--cut", action="store_true", help="with the setting cut_documents")
     chosen = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sys.argv[1:], flush=True)
-    if chosen.what == "accuracy":
-        accuracy(chosen.names)
-    else:
-        times(chosen.names, chosen.stages)
+    with settings.configure(cut_documents=chosen.cut):
+        if chosen.what == "accuracy":
+            accuracy(chosen.names)
+        else:
+            times(chosen.names, chosen.stages)

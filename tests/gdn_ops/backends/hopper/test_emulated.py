@@ -17,6 +17,7 @@ import emulator
 import measure
 import oracle
 
+from gdn_ops import settings
 from gdn_ops.shapes import Options
 
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2.4e-3}
@@ -43,7 +44,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cases of `measure.check_case` on CPU tensors."""
     make = oracle.make
     monkeypatch.setattr(oracle, "make", lambda **case: make(device="cpu", **case))
-    with emulator.emulated():
+    with emulator.emulated(), settings.configure(cut_documents=True):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import measure
 import oracle
 
-from gdn_ops import shapes
+from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
 from gdn_ops.shapes import Options, segment_rule, sizes
 
@@ -25,6 +26,13 @@ pytestmark = [
 
 BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """About one and a half times the largest error of any case but `parallel` on an H200 (5.3e-3 and 1.1e-3)."""
+
+
+@pytest.fixture(autouse=True)
+def documents_are_cut() -> Iterator[None]:
+    """With the setting on, calls with few documents and heads are cut; `CUT_CASES` are, none of the others."""
+    with settings.configure(cut_documents=True):
+        yield
 
 
 @pytest.mark.parametrize("name", measure.ACCURACY)

@@ -17,7 +17,7 @@ import emulator
 import measure
 import oracle
 
-from gdn_ops import ops, outputs, shapes
+from gdn_ops import ops, outputs, settings, shapes
 from gdn_ops.backends import hopper, launching
 from gdn_ops.backends.hopper.chunks import chunk_table
 from gdn_ops.context_parallel import partition
@@ -41,7 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(outputs, "_UNCUT_DEVICES", ())
     monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 2)
     launched.clear()
-    with emulator.emulated():
+    with emulator.emulated(), settings.configure(cut_documents=True):
         run = launching.recording.recorder.add
 
         def note(kernel: Any, *launch: Any) -> None:
@@ -125,6 +125,21 @@ def test_a_document_of_nan_reaches_no_other() -> None:
         grads, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
         results.append([x[:, RAGGED[1] :] for x in (out.o, *grads[:5])])
     assert same_bits(tuple(results[0]), tuple(results[1]))
+
+
+def test_documents_stay_whole_unless_asked_otherwise() -> None:
+    with settings.configure(cut_documents=False):
+        check_against_recurrence(**CUT)
+    assert launched.count("_forward_kernel") == 2
+    assert "_combine_kernel" not in launched
+
+
+def test_a_setting_that_changes_before_the_backward_is_an_error() -> None:
+    inputs, do, _ = oracle.make(device="cpu", **{**CUT, "initial": False})
+    options = Options(128**-0.5)
+    out = measure.forward_once(inputs, options, "solve", final=False)
+    with settings.configure(cut_documents=False), pytest.raises(RuntimeError, match="cut_documents changed"):
+        measure.backward_once(out, do, None, inputs, options, packed=False)
 
 
 def test_table_tiles_every_document() -> None:
