@@ -6,6 +6,7 @@ The launchers run on meta tensors with `launch` replaced by a recorder, so what 
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -107,12 +108,17 @@ def _spilled_bytes(ptx):
 # addresses of the software pipeline come on top. gradients: the sum over a group's heads (96 registers) is live while
 # the pair products are formed; nothing inside its loop over V is spilled.
 _SPILLS = {"_reverse_kernel": 32, "_gradients_kernel": 416}  # Triton 3.6: 8, 408; 3.9: fewer
-_SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128}
+_SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128, "_forward_kernel": 16}  # 3.9: forward 8
+
+
+def _compiled(seen, arch):
+    """Compiled kernels by name; two at once, since compilers and assemblers leave Python to others."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(seen, pool.map(lambda recorded: _compile(recorded, arch), seen.values()), strict=True))
 
 
 def _check(seen, spills):
-    for name, recorded in seen.items():
-        compiled = _compile(recorded, 90)
+    for name, compiled in _compiled(seen, 90).items():
         assert compiled.metadata.shared <= _HOPPER_SHARED, name
         assert _spilled_bytes(compiled.asm["ptx"]) <= spills.get(name, 0), name
 
@@ -141,19 +147,18 @@ def test_hopper_resources_by_pointers(launches):
 
 @pytest.mark.parametrize("arch, shared", [(80, _AMPERE_SHARED), (100, _HOPPER_SHARED)])
 def test_other_architectures_compile(launches, arch, shared):
-    for name, recorded in launches(shared=shared).items():
-        assert _compile(recorded, arch).metadata.shared <= shared, name
+    for name, compiled in _compiled(launches(shared=shared), arch).items():
+        assert compiled.metadata.shared <= shared, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_amd_compiles(launches, dtype):
-    for name, recorded in launches(dtype, amd=True).items():
-        compiled = _compile(recorded, "gfx942")
+    for name, compiled in _compiled(launches(dtype, amd=True), "gfx942").items():
         assert compiled.metadata.shared <= _AMD_SHARED, name
         assert compiled.asm["hsaco"], name
 
 
 def test_float32_compiles_for_hopper(launches):
     # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
-    spills = {"_solve_kernel": 4096, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3500}
+    spills = {"_solve_kernel": 4096, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3600}
     _check(launches(torch.float32, hopper=True), spills)
