@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes.edits import call, erase_unused, outputs_of, outputs_stay_inside, same_sizes, update_value
 from inductor_passes.moves import KEEP_NUMBERING, MOVES, arguments, permutation
+from inductor_passes.operand_views import is_private
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of, size
 from inductor_passes.views import Placements, to_coordinates, whole
@@ -272,7 +273,7 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
         if not isinstance(operand, Node) or any(a[name] is not operand for a in given):
             return None
         found = find_repeated(operand)
-        if found is None:
+        if found is None or (bwds and not is_private(found.source)):
             return None
         operands[name] = found
     if len({(found.heads, found.factor) for found in operands.values()}) != 1:

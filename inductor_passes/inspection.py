@@ -66,7 +66,7 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
         function: a module, a function, or what `torch.compile` made of one.
         inputs, keywords: what to call it with. It is traced as for training if a gradient is asked for (grad mode on
             and a parameter or input that requires grad), and run forward once, uncompiled.
-        strict: raise unless every call is packed whole.
+        strict: raise unless there is a call and every call is packed whole.
 
     Returns:
         A `Report`: `.calls` with `.packed`, `.reason`, `.detail`, `.location`, `.saved_bytes`, `.operands` each; print
@@ -76,13 +76,28 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
         UnpackedCallError: with `strict`, naming the calls. Errors of the function itself pass through.
     """
     reports: list[Report] = []
-    plain = getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None) or function
-    compiled = torch.compile(plain, backend=eager_backend(reports.append))
-    with settings.configured(strict=False):
+    compiled = torch.compile(_uncompiled(function), backend=eager_backend(reports.append))
+    # Every call here compiles anew, and beyond these limits Dynamo would run the code uncompiled and unseen.
+    limits = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
+    with settings.configured(strict=False), torch._dynamo.config.patch(limits):
         compiled(*inputs, **keywords)
     report = sum(reports, Report())
     if strict:
+        if not len(report):
+            raise UnpackedCallError("no registered op in the graph")
         missing = tuple(c for c in report if not c.packed)
         if missing:
             raise UnpackedCallError(f"{len(missing)} call(s) not packed whole\n{Report(missing)}")
     return report
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What was given to `torch.compile`, in any of its forms, or the function itself."""
+    plain = getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None) or function
+    if isinstance(plain, torch.nn.Module):
+        forward = vars(plain).get("forward")
+        if hasattr(forward, "_torchdynamo_orig_callable"):  # model.forward = torch.compile(model.forward)
+            return forward._torchdynamo_orig_callable  # type: ignore[no-any-return, union-attr]
+        if getattr(plain, "_compiled_call_impl", None) is not None:  # model.compile()
+            return plain._call_impl
+    return plain

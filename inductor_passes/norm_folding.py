@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from inductor_passes.edits import erase_unused, outputs_of, outputs_stay_inside, update_value
 from inductor_passes.moves import arguments
+from inductor_passes.operand_views import is_private
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import same, same_shape, shape_of
 
@@ -235,7 +236,7 @@ def _find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> N
         if not isinstance(operand, Node) or any(a[name] is not operand for a in given):
             return None
         source = find_source(operand, variant.norm_eps)
-        if source is None:
+        if source is None or (bwds and not is_private(source)):
             return None
         gradients = {}
         index = variant.gradients[variant.operands.index(name)]

@@ -9,9 +9,9 @@ The op reads its operands at any strides, and the row is kept for the backward o
 same.
 
 Conditions: the views behind the copy can be made of what was copied, and the last axis stays dense; what was copied is
-computed in this graph (an input of the graph may be changed by the caller between forward and backward); the calls'
-copies together cover at least half of the tensor they come from (else the backward would keep a large tensor for a
-small copy).
+computed in this graph and not returned (else the caller may change it between forward and backward); the calls' copies
+together cover at least half of the tensor they come from (else the backward would keep a large tensor for a small
+copy).
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.edits import update_value
 from inductor_passes.moves import arguments
-from inductor_passes.operand_views import Strided, chain, lies, remade, through, viewed
+from inductor_passes.operand_views import Strided, chain, is_private, lies, remade, through, viewed
 from inductor_passes.registry import PackedVariant
 
 aten = torch.ops.aten
@@ -54,8 +54,7 @@ def find_copy(name: str, operand: Node) -> CopyPlan | None:
             return best
         source = node.args[0]
         assert isinstance(source, Node)
-        root = chain(source)[-1]
-        if source.meta["val"].dtype != operand.meta["val"].dtype or root.op != "call_function":
+        if source.meta["val"].dtype != operand.meta["val"].dtype or not is_private(source):
             return best
         found: Strided | None = lies(source)
         for view in reversed(views):

@@ -87,6 +87,19 @@ def chain(node: Node) -> list[Node]:
     return found
 
 
+def is_private(node: Node) -> bool:
+    """Whether only the graph can write to a node's memory: it computes it and does not return it, or a view of it.
+
+    What is the caller's may be written to between forward and backward, so a backward must not read it in place of a
+    copy that the code made.
+    """
+    root = chain(node)[-1]
+    if root.op != "call_function":
+        return False
+    returned = node.graph.output_node().all_input_nodes
+    return all(chain(x)[-1] is not root for x in returned)
+
+
 def through(node: Node, value: Strided) -> Strided | None:
     """What a view node makes of a tensor that lies as `value`; None if that cannot be had without a copy."""
     shape = shape_of(node)

@@ -40,8 +40,9 @@ def test_demo_runs_and_checks_itself(tiny, tmp_path, capsys):
     assert re.search(r"^GDN calls in the graph +1$", out, re.MULTILINE)
     assert re.search(r"^packed gradients counted in one step +1 +0$", out, re.MULTILINE)
     copied = re.search(r"^operands copied in one step +(\d+) +(\d+)$", out, re.MULTILINE).groups()
-    # Older transformers repeats query and key heads in front of the op.
-    assert copied == ("0", "0") or tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 24)
+    # The model's convolution leaves rows that the op could not read; older transformers repeats heads in front of it.
+    assert copied[0] == "0" or tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 24)
+    assert int(copied[1]) > 0
     equal, total = re.search(r"^gradients bitwise equal, on and off +(\d+) of (\d+)$", out, re.MULTILINE).groups()
     assert equal == total
     assert int(total) > 10

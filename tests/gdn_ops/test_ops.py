@@ -164,7 +164,6 @@ def test_saved_tensors_stay_dense_between_convolutions(monkeypatch):
         return dense(returned, inputs)
 
     monkeypatch.setattr(ops, "saved_matrices", spy)
-    monkeypatch.setattr(torch._inductor.config, "force_layout_optimization", True)
     B, T = 2, 70
     convolutions = [torch.nn.Conv1d(W, W, 4, groups=W, padding=3) for _ in range(2)]
 
@@ -177,7 +176,8 @@ def test_saved_tensors_stay_dense_between_convolutions(monkeypatch):
         return x
 
     gates = [torch.rand(B, T, HV, requires_grad=True) for _ in range(2)]
-    torch.compile(model, fullgraph=True)(torch.randn(B, T, W), *gates).sum().backward()
+    with torch._inductor.config.patch(force_layout_optimization=True):
+        torch.compile(model, fullgraph=True)(torch.randn(B, T, W), *gates).sum().backward()
     assert seen == [[True] * len(Saved._fields)] * 2
 
 

@@ -71,6 +71,23 @@ def test_a_call_packed_in_part_is_not_packed():
         inductor_passes.explain(partly, *leaves(), strict=True)
 
 
+def test_explain_sees_every_call_however_often_and_however_it_was_compiled():
+    class Layer(torch.nn.Module):
+        def forward(self, *inputs):
+            return packed(*inputs)
+
+    compiled, replaced = Layer(), Layer()
+    compiled.compile()
+    replaced.forward = torch.compile(replaced.forward)
+    for function in (compiled, replaced, *[packed] * 10):
+        assert len(inductor_passes.explain(function, *leaves())) == 1
+
+
+def test_explain_strict_wants_a_call():
+    with pytest.raises(inductor_passes.UnpackedCallError, match="no registered op"):
+        inductor_passes.explain(lambda x: x + 1, torch.ones(2), strict=True)
+
+
 def test_explain_strict_names_the_calls_left():
     with pytest.raises(inductor_passes.UnpackedCallError, match="1 call") as caught:
         inductor_passes.explain(mixed, *leaves(), strict=True)

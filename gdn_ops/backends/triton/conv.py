@@ -111,6 +111,13 @@ def _token_table(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 @triton.jit
+def _if(condition, mask):
+    """`mask` where a scalar condition holds, nothing elsewhere. By numbers: Triton 3.9's interpreter broadcasts a
+    condition to something that is no mask."""
+    return mask & (condition.to(tl.int32) + tl.zeros(mask.shape, tl.int32) != 0)
+
+
+@triton.jit
 def _load_token(token_ptr, t, T):
     """Position, fragment and remaining tokens; position -1 past the last token of all."""
     position = tl.load(token_ptr + _POSITION * T + t, mask=t < T, other=-1)
@@ -145,7 +152,7 @@ def _history_row(history_ptr, fragment, distance, there, offs_w, mask_w, W: tl.c
     """The row `distance` (1: nearest) before a fragment; zeros where not `there` or where there is no history."""
     if history_ptr is not None:
         at = history_ptr + (fragment * (WIDTH - 1) + (WIDTH - 1 - distance)) * W
-        return tl.load(at + offs_w, mask=mask_w & there, other=0.0).to(tl.float32)
+        return tl.load(at + offs_w, mask=_if(there, mask_w), other=0.0).to(tl.float32)
     else:
         return tl.zeros(offs_w.shape, tl.float32)
 
@@ -166,7 +173,7 @@ def _load_window(
         position, fragment, _ = _load_token(token_ptr, first, T)
         for j in tl.static_range(1, WIDTH):
             own = position >= j
-            row = tl.load(x_ptr + (first - j) * stride_xt + offs_w, mask=mask_w & own, other=0.0).to(tl.float32)
+            row = tl.load(x_ptr + (first - j) * stride_xt + offs_w, mask=_if(own, mask_w), other=0.0).to(tl.float32)
             before = (position >= 0) & (position < j)
             row += _history_row(history_ptr, fragment, j - position, before, offs_w, mask_w, W, WIDTH)
             window = window + (row,)
@@ -232,7 +239,7 @@ def _forward_walk(
             else:
                 position, fragment, _ = _load_token(token_ptr, t, T)
                 places = places + ((position, fragment),)
-                mask = mask_w & (position >= 0)
+                mask = _if(position >= 0, mask_w)
             rows = rows + (tl.load(x_ptr + t * stride_xt + offs_w, mask=mask, other=0.0),)
         for u in tl.static_range(UNROLL):
             t = first + i + u
@@ -241,7 +248,7 @@ def _forward_walk(
                 mask = mask_w
             else:
                 window = _restart(window, history_ptr, places[u][0], places[u][1], offs_w, mask_w, W, WIDTH)
-                mask = mask_w & (t < T)
+                mask = _if(t < T, mask_w)
             y = _weighted_sum(row, window, weights, bias, WIDTH)
             if SILU:
                 y = y * (1.0 / (1.0 + tl.exp(-y)))
@@ -315,7 +322,7 @@ def _backward_walk(
             else:
                 place = _load_token(token_ptr, t, T)
                 places = places + (place,)
-                mask = mask_w & (place[0] >= 0)
+                mask = _if(place[0] >= 0, mask_w)
             rows = rows + (tl.load(x_ptr + t * stride_xt + offs_w, mask=mask, other=0.0),)
             grads = grads + (tl.load(dy_ptr + t * stride_dyt + offs_w, mask=mask, other=0.0),)
         for u in tl.static_range(UNROLL):
@@ -339,7 +346,7 @@ def _backward_walk(
             dbias += dz
             spread = _spread(pending, weights, dz, start, position, WIDTH, INTERIOR)
             done = t - (WIDTH - 1)
-            mask = mask_w & (done >= first) & (done < T)
+            mask = _if((done >= first) & (done < T), mask_w)
             tl.store(dx_ptr + done * W + offs_w, spread[WIDTH - 1].to(dx_ptr.dtype.element_ty), mask=mask)
             pending = _shift(spread[1:], spread[0], WIDTH)
             window = _shift(window, row, WIDTH)
@@ -351,7 +358,7 @@ def _backward_walk(
         fragment = first
         if not INTERIOR:
             position, fragment, _ = _load_token(token_ptr, t, T)
-            mask = mask_w & (position >= 0)
+            mask = _if(position >= 0, mask_w)
         row = tl.load(x_ptr + t * stride_xt + offs_w, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dy_ptr + t * stride_dyt + offs_w, mask=mask, other=0.0).to(tl.float32)
         if not INTERIOR:
@@ -362,7 +369,7 @@ def _backward_walk(
             dz = tl.where(position >= 0, dz, 0.0)
         spread = _spread(pending, weights, dz, zero, position, WIDTH, INTERIOR)
         done = t - (WIDTH - 1)
-        mask = mask_w & (done < T)
+        mask = _if(done < T, mask_w)
         tl.store(dx_ptr + done * W + offs_w, spread[WIDTH - 1].to(dx_ptr.dtype.element_ty), mask=mask)
         pending = _shift(spread[1:], spread[0], WIDTH)
         window = _shift(window, row, WIDTH)
@@ -436,7 +443,7 @@ def _history_bwd_kernel(
         found = found + (tl.zeros(offs_w.shape, tl.float32),)
     for position in tl.static_range(WIDTH - 1):
         there = start + position < end
-        mask = mask_w & there
+        mask = _if(there, mask_w)
         row = tl.load(x_ptr + (start + position) * stride_xt + offs_w, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dy_ptr + (start + position) * stride_dyt + offs_w, mask=mask, other=0.0).to(tl.float32)
         dz = _sum_gradient(grad, _weighted_sum(row, window, weights, bias, WIDTH), SILU)

@@ -8,7 +8,8 @@ import torch
 
 import gdn_ops
 from gdn_ops import reference, settings
-from gdn_ops.shapes import CHUNK
+from gdn_ops.outputs import saved_matrices
+from gdn_ops.shapes import CHUNK, Inputs, Saved
 
 OPS = torch.ops.gdn
 
@@ -101,7 +102,9 @@ def test_saved_tensors_are_what_the_contract_says():
     tensors["initial_state"] = tensors["initial_state"].double()
     q, k, v, g, beta, h0 = tensors.values()
     out = OPS.chunk_fwd(q, k, v, g, beta, h0, cu, scale=0.5, use_qk_l2norm=True, save="states")
-    _, _, norms, gates, solve, scores, states, updates = out
+    saved = saved_matrices(Saved(*out[2:]), Inputs(q, k, v, g, beta, h0, cu))
+    norms, gates, solve, scores, states, updates, checkpoints = saved
+    assert checkpoints.shape[0] == 0
     torch.testing.assert_close(norms[..., 0, :], (q.square().sum(-1) + 1e-6).rsqrt())
     torch.testing.assert_close(norms[..., 1, :], (k.square().sum(-1) + 1e-6).rsqrt())
     q, k = q * norms[..., 0, :, None], k * norms[..., 1, :, None]
