@@ -237,7 +237,7 @@ def gdn_backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="gdn")`: Inductor with the passes, whatever mode, options or configuration say.
 
-    Takes `mode=` and `options=` together, which plain Inductor refuses; options win.
+    Where `torch.compile` hands on both, options win over mode.
     """
     import torch._inductor
     from torch._inductor import config
