@@ -29,8 +29,8 @@ class Settings:
     backend: str = "auto"
     save: str = "solve"
     debug: bool = False
-    fast_calls: bool = False
-    cut_documents: bool = False
+    fast_calls: bool = True
+    cut_documents: bool = True
 
     def __post_init__(self) -> None:
         """Refuse unknown words."""

@@ -38,7 +38,7 @@ SCHEMAS = {
 """Argument and result lists, by name (namespace `gdn`). x is [T,W]; history, tails [F,width-1,W] or zero rows."""
 
 
-KERNEL_BY_DEFAULT = False
+KERNEL_BY_DEFAULT = True
 """Whether the backend setting "auto" takes the kernel on a GPU; for one that has passed its GPU tests in this form."""
 
 
