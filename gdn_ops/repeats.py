@@ -7,6 +7,7 @@ tensor off 16 bytes, or one that checks values runs as written every time; so do
 `fast_calls` is off.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -132,14 +133,15 @@ def _record(
     """What is known of the kind of this call; nothing is run."""
     if any(x is not None and x.data_ptr() % 16 for x in args):  # may get another backend than its kind does otherwise
         return _SEEN_ONCE
-    backend = backend_of(args, kwargs)
+    copies = _copied(names, args)
+    # As the call written out: who runs it is asked about the copies, which may suit a backend that the originals do not.
+    ready = [x.contiguous() if i in copies else x for i, x in enumerate(args)]
+    backend = backend_of(ready, kwargs)
     row = {"row": kwargs["row"]} if "row" in kwargs else {}
     present = [x for x in (*args, *row.values()) if x is not None]
     device = present[0].device
     if not hasattr(backend, "record") or any(x.device != device for x in present):
         return _WITHOUT_PLAN
-    copies = _copied(names, args)
-    ready = [torch.empty(x.shape, dtype=x.dtype, device="meta") if i in copies else x for i, x in enumerate(args)]
 
     def on_stand_ins(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         stand_in = {"row": tensors[-1]} if row else {}
@@ -147,6 +149,8 @@ def _record(
 
     pinned.backend = backend
     try:
-        return _Kind(backend.record(on_stand_ins, [*ready, *row.values()], device), copies)
+        # Kernels are loaded, and limits asked, for the device that is the current one.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return _Kind(backend.record(on_stand_ins, [*ready, *row.values()], device), copies)
     finally:
         pinned.backend = None

@@ -73,16 +73,25 @@ def wall_ms(run: Callable[[], object], device: str, repeats: int) -> float:
     return (time.perf_counter() - start) * 1e3 / repeats
 
 
+HOST_CALLS = 8
+"""Calls in a row that `host_us` times: layers of a model do not wait for the device between them, and a first call finds
+autograd's thread asleep. Few enough for the device's queue of launches."""
+
+
 def host_us(run: Callable[[], object], device: str, repeats: int = 20) -> float | None:
-    """Microseconds that a call keeps the host busy; None on a CPU, where the host does the work itself."""
+    """Microseconds that a call, one of `HOST_CALLS` in a row, keeps the host busy; None on a CPU, which does the work.
+
+    The device is idle when the row begins, so that no call waits for a full queue.
+    """
     if device == "cpu":
         return None
     samples = []
     for _ in range(repeats):
-        torch.cuda.synchronize()  # so that no call waits for a full queue
+        torch.cuda.synchronize()
         start = time.perf_counter()
-        run()
-        samples.append((time.perf_counter() - start) * 1e6)
+        for _ in range(HOST_CALLS):
+            run()
+        samples.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
     torch.cuda.synchronize()
     return statistics.median(samples)
 

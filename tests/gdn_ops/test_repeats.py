@@ -111,6 +111,20 @@ def test_a_call_that_checks_values_and_every_call_without_the_setting_run_as_wri
     assert len(written) == 3
 
 
+def test_the_backend_is_asked_about_the_copies(backend):
+    asked = []
+
+    def backend_of(args, kwargs):
+        asked.append(args[0].stride())
+        return backend
+
+    call = repeats.remembered(lambda *args: args, NAMES, backend_of, None)
+    for _ in range(3):
+        call(torch.randn(4, 2).t())
+    assert asked == [(4, 1)]
+    assert backend.planned[0][0].stride() == (4, 1)
+
+
 def test_what_cannot_be_recorded_runs_as_written():
     backend = Backend(can=False)
     call, written = remembered(backend)

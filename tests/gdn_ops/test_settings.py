@@ -8,18 +8,18 @@ from gdn_ops import settings
 
 
 def test_defaults_and_environment():
-    assert settings.from_environment({}) == settings.Settings("auto", "solve", False, False, False)
+    assert settings.from_environment({}) == settings.Settings("auto", "solve", False, True, True)
     found = settings.from_environment(
         {
             "GDN_OPS_BACKEND": "cpu",
             "GDN_OPS_SAVE": "states",
             "GDN_OPS_DEBUG": "1",
-            "GDN_OPS_FAST_CALLS": "1",
-            "GDN_OPS_CUT_DOCUMENTS": "1",
+            "GDN_OPS_FAST_CALLS": "0",
+            "GDN_OPS_CUT_DOCUMENTS": "0",
             "OTHER": "x",
         }
     )
-    assert found == settings.Settings("cpu", "states", True, True, True)
+    assert found == settings.Settings("cpu", "states", True, False, False)
 
 
 @pytest.mark.parametrize(
