@@ -1,9 +1,20 @@
 """What every test shares: devices that are not there are skipped with a reason; memory can be poisoned."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Several test processes share the processors instead of each taking all of them."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
