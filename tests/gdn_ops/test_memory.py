@@ -20,9 +20,9 @@ def test_saved_bytes_of_the_main_shape():
     few = {**MAIN, "num_documents": 1}
     cuts = 8 * 48 * 128 * 128 * 4
     whole = (512 + 1) * 48 * (64 * 4 + 2 * 64 * 64 * 2)
-    assert memory.saved_bytes(**few, save="solve") == whole
-    with settings.configure(cut_documents=True):
-        assert memory.saved_bytes(**few, save="solve") == whole + cuts
+    assert memory.saved_bytes(**few, save="solve") == whole + cuts
+    with settings.configure(cut_documents=False):
+        assert memory.saved_bytes(**few, save="solve") == whole
     with settings.configure(save="inputs"):
         assert memory.saved_bytes(**MAIN) == 0
 
