@@ -112,16 +112,30 @@ _LEAST_SEGMENT_CHUNKS = 16
 """Shorter ones would take longer to start than to run."""
 
 
+SEGMENT_UNIT = 16
+"""Lengths of a document's first and last segment are given in parts of 1 / SEGMENT_UNIT of an inner one's."""
+
+LAST_SEGMENT = 14
+"""Length of a document's last segment. A chunk of it, backwards with outputs, runs while the others run without, and
+takes that much longer; and no more than SEGMENT_UNIT, which the bound on cuts rests on."""
+
+_FIRST_SEGMENT = 13
+"""Length of a document's first segment, which the forward runs with outputs while it runs the inner segments' two
+summaries without, for each summary that one multiprocessor takes meanwhile (one or two)."""
+
+
 class SegmentRule(NamedTuple):
     """How the documents of a call are cut.
 
-    chunks: about how long a segment is; num_cuts: most cuts inside documents, 0 if none is cut; is_split: whether all
-    segments run at once, forward and backward. If not, only what the backward computes again starts at the cuts.
+    chunks: about how long an inner segment is; num_cuts: most cuts inside documents, 0 if none is cut; is_split:
+    whether all segments run at once, forward and backward. If not, segments are equal and only what the backward
+    computes again starts at the cuts. first: how long a document's first segment is, in SEGMENT_UNIT.
     """
 
     chunks: int
     num_cuts: int
     is_split: bool
+    first: int = SEGMENT_UNIT
 
 
 WHOLE_DOCUMENTS = SegmentRule(0, 0, False)
@@ -131,20 +145,30 @@ WHOLE_DOCUMENTS = SegmentRule(0, 0, False)
 def segment_rule(s: Sizes) -> SegmentRule:
     """The rule of a call, from shapes alone: the lengths of its documents are known on the device only.
 
-    A document of c chunks becomes round(c / chunks) segments, at least one, so cuts take num_tokens // (64 * chunks)
-    rows at most, and that is at most `num_cuts`.
+    Where segments do not run at once, a document of c chunks becomes round(c / chunks) equal ones, at least one. Else
+    with f and l for the lengths of the first and last, in inner ones, it stays whole up to c / chunks = f + 1/2 and
+    becomes round(c / chunks - f - l) + 2 segments above, at least two. So a document that is cut takes at most
+    c / chunks - (f + l - 3/2) cuts, and the bracket is more than c exceeds tokens / 64 by. All cuts together are at
+    most num_tokens // (64 * chunks), and at most one less than the number of segments that `chunks` was made for.
     """
     num_tokens, chains = s.B * s.T, s.N * s.HV
     if chains == 0 or chains > _CHECKPOINT_CHAINS:
         return WHOLE_DOCUMENTS
-    is_split = chains <= _SPLIT_CHAINS
-    if is_split:
-        segments = torch.sym_min(_MULTIPROCESSORS // s.HV, _MOST_SEGMENTS * s.N)
-    else:
-        segments = 3 * _MULTIPROCESSORS // s.HV
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    chunks = torch.sym_max((num_chunks + segments - 1) // segments, _LEAST_SEGMENT_CHUNKS)
-    return SegmentRule(chunks, torch.sym_min(segments, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS)), is_split)
+    if chains > _SPLIT_CHAINS:
+        segments = 3 * _MULTIPROCESSORS // s.HV
+        chunks = torch.sym_max((num_chunks + segments - 1) // segments, _LEAST_SEGMENT_CHUNKS)
+        return SegmentRule(chunks, torch.sym_min(segments, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS)), False)
+    # All segments of a document but one run at once with outputs, and fill the chip.
+    segments = torch.sym_min(_MULTIPROCESSORS // s.HV + 1, _MOST_SEGMENTS * s.N)
+    segments = torch.sym_max(torch.sym_min(segments, num_chunks // _LEAST_SEGMENT_CHUNKS), 2)
+    others = _MULTIPROCESSORS - chains
+    rounds = torch.sym_max(torch.sym_min((2 * s.HV * (segments - 2) + others - 1) // others, 2), 1)
+    first = _FIRST_SEGMENT * rounds
+    lengths = first + LAST_SEGMENT + SEGMENT_UNIT * (segments - 2)
+    chunks = torch.sym_max((SEGMENT_UNIT * num_chunks + lengths - 1) // lengths, _LEAST_SEGMENT_CHUNKS)
+    most = torch.sym_min(segments - 1, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS))
+    return SegmentRule(chunks, most, True, first)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,12 +20,12 @@ from gdn_ops import settings
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
 from gdn_ops.backends.hopper.epilogue import epilogue, gate_sums
-from gdn_ops.backends.hopper.forward import forward, summarise_forward
+from gdn_ops.backends.hopper.forward import begin, forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
-from gdn_ops.backends.hopper.reverse import reverse, reverse_to_start, summarise_reverse
+from gdn_ops.backends.hopper.reverse import begin_reverse, reverse, reverse_to_start
 from gdn_ops.backends.hopper.scores import scores
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
@@ -82,15 +82,22 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
         kept_cuts = out.checkpoints if out.checkpoints.shape[0] > 0 else None
-        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, kept_cuts) if rule.is_split else None
         keep_states = save == "states"
         o = out.o.view(s.B * s.T, s.HV, s.V)
+        results = _Results(
+            o,
+            final_state=out.final_state if out.final_state.numel() else None,
+            states=out.states if keep_states else None,
+            updates=out.updates if keep_states else None,
+        )
+        cuts = None
+        if rule.is_split and rule.num_cuts > 0:
+            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule, kept_cuts, results)
         forward(
             q, k, v, kept.solve, kept.scores, kept.factors, chunks,
             initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
-            checkpoints=None if rule.is_split else kept_cuts, o=o,
-            final_state=out.final_state if out.final_state.numel() else None,
-            states=out.states if keep_states else None, updates=out.updates if keep_states else None,
+            has_begun=cuts is not None, checkpoints=None if rule.is_split else kept_cuts,
+            **results._asdict(),
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
             clear_ownerless(o.unsqueeze(2), chunks)
@@ -113,15 +120,13 @@ def chunk_bwd(
         rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
-        cuts, cut_dstates = None, None
+        cuts = None
         if saved.checkpoints.shape[0] > 0:
             if saved.checkpoints.shape[0] != rule.num_cuts * (2 if rule.is_split else 1):
                 raise RuntimeError("the setting cut_documents changed between a forward and its backward")
             cuts = _Cuts.of(saved.checkpoints, rule)
         elif rule.is_split and rule.num_cuts > 0:
-            cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None)
-        if cuts is not None and cuts.transitions is not None:
-            cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions)
+            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         keep_states = saved.states.shape[0] > 0
@@ -139,11 +144,16 @@ def chunk_bwd(
                 )  # fmt: skip
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
+            d_initial_state = None if inputs.initial_state is None else out.d_initial_state
+            cut_dstates = None
+            if cuts is not None and cuts.transitions is not None:
+                cut_dstates = _gradients_at_cuts(
+                    q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates, dv, sums
+                )
             reverse(
                 q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
-                dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state,
-                d_initial_state=None if inputs.initial_state is None else out.d_initial_state, heads=heads,
-                cut_dstates=cut_dstates,
+                dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state, d_initial_state=d_initial_state,
+                heads=heads, cut_dstates=cut_dstates,
             )  # fmt: skip
             gradients(
                 q, k, flat_do, dv, states, dstates, updates, kept.gates, kept.factors, kept.norms, chunks,
@@ -173,7 +183,8 @@ def chunk_bwd(
 def head_groups(s: Sizes, keep_states: bool) -> list[range]:
     """The ranges of value heads that the backward works on one after the other; whole query/key heads each."""
     scratch = 0 if keep_states else _state_bytes(s, s.HV)
-    if scratch <= _GROUPED_SCRATCH_BYTES or s.N * (s.HV // 2) < _GROUPED_PROGRAMS or s.HK == 1:
+    is_small = scratch <= _GROUPED_SCRATCH_BYTES or s.N * (s.HV // 2) < _GROUPED_PROGRAMS
+    if is_small or s.HK == 1 or settings.segments(s).is_split:
         return [range(s.HV)]
     middle = (s.HK + 1) // 2 * (s.HV // s.HK)
     return [range(middle), range(middle, s.HV)]
@@ -265,6 +276,18 @@ def _prepare(
 # ---- segments
 
 
+class _Results(NamedTuple):
+    """What `forward` fills, under the names that it takes them by."""
+
+    o: Tensor | None = None
+    final_state: Tensor | None = None
+    states: Tensor | None = None
+    updates: Tensor | None = None
+
+
+_NOTHING = _Results()
+
+
 class _Cuts(NamedTuple):
     """Transposed states at cuts [NC,HV,V,K] and, where segments run at once, transitions [NC,HV,K,K] of the segments
     before them."""
@@ -279,19 +302,21 @@ class _Cuts(NamedTuple):
 
 
 def _states_at_cuts(
-    k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule,
-    into: Tensor | None,
-) -> _Cuts | None:  # fmt: skip
-    """What segments that run at once start from, into the tensor that is saved if there is one; None without cuts."""
-    if rule.num_cuts == 0:
-        return None
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule,
+    into: Tensor | None = None, results: _Results = _NOTHING,
+) -> _Cuts:  # fmt: skip
+    """What segments that run at once start from, into the tensor that is saved if there is one.
+
+    On the way there the documents' first segments run, and what `results` has of theirs is filled.
+    """
     if into is None:
         into = kept.factors.new_empty((2 * rule.num_cuts, s.HV, s.V, s.K))
     cuts = _Cuts.of(into, rule)
     assert cuts.transitions is not None
-    summarise_forward(
-        k, v, kept.solve, kept.factors, chunks,
+    begin(
+        q, k, v, kept.solve, kept.scores, kept.factors, chunks,
         initial_state=inputs.initial_state, cut_states=cuts.states, transitions=cuts.transitions,
+        **results._asdict(),
     )  # fmt: skip
     combine(cuts.states, cuts.transitions, chunks.cuts, backwards=False)
     return cuts
@@ -299,12 +324,18 @@ def _states_at_cuts(
 
 def _gradients_at_cuts(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dfinal_state: Tensor | None, kept: _Prepared, chunks: Chunks,
-    transitions: Tensor,
+    transitions: Tensor, d_initial_state: Tensor | None, dstates: Tensor | None = None, dv: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradients of the transposed states at cuts [NC,HV,V,K]."""
+    """The gradients of the transposed states at cuts [NC,HV,V,K].
+
+    On the way there the documents' last segments run, and what is given of `reverse`'s results is filled.
+    """
     cut_dstates = torch.empty_like(transitions)
-    summarise_reverse(
-        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks, dfinal_state=dfinal_state, cut_dstates=cut_dstates
+    begin_reverse(
+        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks,
+        dfinal_state=dfinal_state, cut_dstates=cut_dstates, dstates=dstates, dv=dv, sums=sums,
+        d_initial_state=d_initial_state,
     )  # fmt: skip
     combine(cut_dstates, transitions, chunks.cuts, backwards=True)
     return cut_dstates
@@ -321,10 +352,15 @@ def final_states(out: Tensor, inputs: Inputs, options: Options) -> None:
         _, k, v = (_flat(x) for x in inputs[:3])
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, k)
         kept = _prepare(k, k, inputs, options, s, chunks, has_scores=False)
-        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None) if rule.is_split else None
+        # Without outputs neither q nor scores are read.
+        kept = kept._replace(scores=kept.solve)
+        cuts = None
+        if rule.is_split and rule.num_cuts > 0:
+            cuts = _states_at_cuts(k, k, v, inputs, kept, s, chunks, rule, results=_Results(final_state=out))
         forward(
-            k, k, v, kept.solve, kept.solve, kept.factors, chunks,
-            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states, final_state=out,
+            k, k, v, kept.solve, kept.scores, kept.factors, chunks,
+            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
+            has_begun=cuts is not None, final_state=out,
         )  # fmt: skip
 
 
@@ -342,10 +378,13 @@ def initial_state_gradients(
         flat_do = _addressable_gradient(do)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks)
-        cuts = _states_at_cuts(k, v, inputs, kept, s, chunks, rule, None) if rule.is_split else None
         cut_dstates = None
-        if cuts is not None and cuts.transitions is not None:
-            cut_dstates = _gradients_at_cuts(q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions)
+        if rule.is_split and rule.num_cuts > 0:
+            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
+            assert cuts.transitions is not None
+            cut_dstates = _gradients_at_cuts(
+                q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state=out
+            )
         reverse_to_start(
             q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
             dfinal_state=dfinal_state, d_initial_state=out, cut_dstates=cut_dstates,

@@ -3,8 +3,7 @@
 Document n has ceil(length / C) chunks, consecutive, after those of the documents before it. Their number depends on
 the values of `cu_seqlens`, which are never brought to the host: every grid is sized by an upper bound, and a program
 whose chunk does not exist leaves at once. A dense batch is the same thing with equal documents. So it is with segments
-(`segments.py` says what they are for): a document is cut into equal ones, the rounded quotient of its chunks and the
-length the rule asks for.
+(`segments.py` says what they are for), whose lengths follow from the document's by the rule (`shapes.segment_rule`).
 
 Grid of the table kernel: one program a document and one more for what lies past the last chunk. Each adds up the
 documents before its own, O(N) loads a program and nothing handed from one program to another.
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.hopper.launch import launch
-from gdn_ops.shapes import CHUNK, SegmentRule
+from gdn_ops.shapes import CHUNK, LAST_SEGMENT, SEGMENT_UNIT, SegmentRule
 
 # Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, H heads,
 # D head size.
@@ -27,17 +26,18 @@ _DOCUMENTS_PER_STEP = 1024
 _ROWS_PER_STEP = 128
 _CLEARED_TOKENS = 64
 
-_UNCUT = 2**30
-"""A segment length that no document reaches half of: documents of one call have fewer than 2^31 tokens."""
+_UNCUT = 2**25
+"""A segment length that no document exceeds: documents of one call have fewer than 2^31 tokens."""
 
 
 class Chunks(NamedTuple):
     """Where every chunk and every segment lies, int32.
 
     table [NT,4]: first token, valid tokens (0: no such chunk), document, 0.
-    segments [N+NC,8], those of the document with the longest segments first: first token, past the DOCUMENT's last
-    token, first chunk, number of chunks, document (-1: no such segment), the cut it starts at (-1: the document's
-    start), the cut it stops at (-1: the document's end), the chunks between its document's cuts.
+    segments [N+NC,8], first the first one of every document, then the last ones of documents that are cut, then inner
+    ones, in each group the longest first: first token, past the DOCUMENT's last token, first chunk, number of chunks,
+    document (-1: no such segment), the cut it starts at (-1: the document's start), the cut it stops at (-1: the
+    document's end), where its document is cut into equal segments their chunks.
     documents [N,8]: the same for whole documents, longest first.
     cuts [N,2]: a document's first cut and its number of cuts.
     totals [2]: chunks in use, tokens that belong to a document.
@@ -63,27 +63,50 @@ def _span(cu_ptr, n, T, document_length, HAS_CU: tl.constexpr):
 
 
 @triton.jit
-def _cut(num_chunks, SEGMENT_CHUNKS):
-    """Chunks of each segment of document(s), and how many segments; the last one may be shorter."""
+def _cut(num_chunks, SEGMENT_CHUNKS, FIRST, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr):
+    """How document(s) are cut: chunks of the first segment and of an inner one, how many inner ones take one chunk
+    more, and the number of segments. The last segment takes the rest."""
+    if IS_SPLIT:
+        # No product exceeds 2^31: neither number of chunks exceeds 2^25.
+        ends = FIRST + LAST
+        more = UNIT * num_chunks + SEGMENT_CHUNKS * (2 * UNIT + UNIT // 2 - ends)
+        pieces = tl.maximum(more // (UNIT * SEGMENT_CHUNKS), 2)
+        pieces = tl.where(UNIT * num_chunks <= SEGMENT_CHUNKS * (FIRST + UNIT // 2), 1, pieces)
+        total = tl.maximum(ends + UNIT * (pieces - 2), 1)
+        head = tl.where(pieces > 1, num_chunks * FIRST // total, num_chunks)
+        inner = tl.maximum(pieces - 2, 1)
+        between = num_chunks - head - num_chunks * LAST // total
+        return head, between // inner, between % inner, pieces
     wanted = tl.maximum((num_chunks + SEGMENT_CHUNKS // 2) // SEGMENT_CHUNKS, 1)
     length = (num_chunks + wanted - 1) // wanted
-    return length, tl.maximum((num_chunks + length - 1) // tl.maximum(length, 1), 1)
+    return length, length, 0 * length, tl.maximum((num_chunks + length - 1) // tl.maximum(length, 1), 1)
+
+
+@triton.jit
+def _starts_at(r, head, inner, longer):
+    """The chunk of its document at which segment r starts."""
+    return tl.where(r > 0, head + (r - 1) * inner + tl.minimum(r - 1, longer), 0)
 
 
 @triton.jit
 def _chunk_table_kernel(
     cu_ptr, table_ptr, segments_ptr, documents_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
-    HAS_CU: tl.constexpr, C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
+    first_length, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     mine = tl.minimum(n, N - 1)
     first, last = _span(cu_ptr, mine, T, document_length, HAS_CU)
     length = last - first
     chunks = (length + C - 1) // C
-    piece, pieces = _cut(chunks, segment_chunks)
+    head, inner, longer, pieces = _cut(chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
+    tail = chunks - _starts_at(pieces - 1, head, inner, longer)
     before = 0
     cuts_before = 0
-    place = 0
+    num_cut = 0
+    head_place = 0
+    tail_place = 0
+    inner_place = 0
     rank = 0
     for m0 in range(0, N, DOCS):
         m = m0 + tl.arange(0, DOCS)
@@ -91,31 +114,41 @@ def _chunk_table_kernel(
         m_safe = tl.minimum(m, N - 1)
         m_first, m_last = _span(cu_ptr, m_safe, T, document_length, HAS_CU)
         m_chunks = (m_last - m_first + C - 1) // C
-        m_piece, m_pieces = _cut(m_chunks, segment_chunks)
+        m_head, m_inner, m_longer, m_pieces = _cut(m_chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
+        m_tail = m_chunks - _starts_at(m_pieces - 1, m_head, m_inner, m_longer)
         earlier = there & (m < n)
         before += tl.sum(tl.where(earlier, m_chunks, 0))
         cuts_before += tl.sum(tl.where(earlier, m_pieces - 1, 0))
-        ahead = (m_piece > piece) | ((m_piece == piece) & (m < n))
-        place += tl.sum(tl.where(there & ahead, m_pieces, 0))
-        longer = (m_chunks > chunks) | ((m_chunks == chunks) & (m < n))
-        rank += tl.sum(tl.where(there & longer, 1, 0))
+        num_cut += tl.sum(tl.where(there & (m_pieces > 1), 1, 0))
+        ahead = (m_head > head) | ((m_head == head) & (m < n))
+        head_place += tl.sum(tl.where(there & ahead, 1, 0))
+        ahead = (m_tail > tail) | ((m_tail == tail) & (m < n))
+        tail_place += tl.sum(tl.where(there & ahead & (m_pieces > 1), 1, 0))
+        ahead = (m_inner > inner) | ((m_inner == inner) & (m < n))
+        inner_place += tl.sum(tl.where(there & ahead, tl.maximum(m_pieces - 2, 0), 0))
+        ahead = (m_chunks > chunks) | ((m_chunks == chunks) & (m < n))
+        rank += tl.sum(tl.where(there & ahead, 1, 0))
     rows = tl.arange(0, ROWS)
     if n < N:
         tl.store(cuts_ptr + n * 2, tl.minimum(cuts_before, NC))
         tl.store(cuts_ptr + n * 2 + 1, tl.minimum(pieces - 1, tl.maximum(NC - cuts_before, 0)))
         for r0 in range(0, pieces, ROWS):
             r = r0 + rows
-            mask = (r < pieces) & (place + r < N + NC)
-            row_ptr = segments_ptr + (place + r) * 8
-            tl.store(row_ptr, first + r * piece * C, mask=mask)
+            start = _starts_at(r, head, inner, longer)
+            stop = tl.where(r + 1 < pieces, _starts_at(r + 1, head, inner, longer), chunks)
+            place = tl.where(r + 1 < pieces, N + num_cut + inner_place + r - 1, N + tail_place)
+            place = tl.where(r == 0, head_place, place)
+            mask = (r < pieces) & (place < N + NC)
+            row_ptr = segments_ptr + place * 8
+            tl.store(row_ptr, first + start * C, mask=mask)
             tl.store(row_ptr + 1, last + 0 * r, mask=mask)
-            tl.store(row_ptr + 2, before + r * piece, mask=mask)
-            tl.store(row_ptr + 3, tl.minimum(chunks - r * piece, piece), mask=mask)
+            tl.store(row_ptr + 2, before + start, mask=mask)
+            tl.store(row_ptr + 3, stop - start, mask=mask)
             tl.store(row_ptr + 4, n + 0 * r, mask=mask)
             # Boundaries that are none (overlapping documents) must not lead past the cuts' memory.
             tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1), mask=mask)
             tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, piece + 0 * r, mask=mask)
+            tl.store(row_ptr + 7, head + 0 * r, mask=mask)
         document_ptr = documents_ptr + rank * 8
         tl.store(document_ptr, first)
         tl.store(document_ptr + 1, last)
@@ -124,7 +157,7 @@ def _chunk_table_kernel(
         tl.store(document_ptr + 4, n)
         tl.store(document_ptr + 5, -1)
         tl.store(document_ptr + 6, -1)
-        tl.store(document_ptr + 7, piece)
+        tl.store(document_ptr + 7, head)
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
@@ -162,8 +195,9 @@ def chunk_table(
     launch(
         _chunk_table_kernel, (num_documents + 1,),
         cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts,
-        num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT,
-        HAS_CU=cu_seqlens is not None, C=CHUNK, DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
+        num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT, rule.first,
+        HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, IS_SPLIT=rule.is_split, C=CHUNK,
+        DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
     )  # fmt: skip
     return chunks
 

@@ -12,10 +12,11 @@ neither it nor y is rounded. That takes a third off the rounding error of everyt
 So the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
 warpgroups own a half of V each, a producer warp feeds both.
 
-A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `summarise_forward`
-runs the same kernel without outputs for each segment's H, from zero, and its M, from the identity without values.
+A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `begin` runs the
+documents' first segments and, in other programs of the same launch and without outputs, every inner segment's H, from
+zero, and M, from the identity without values; `forward` then runs the others from the states at their cuts.
 
-Grid: one program a segment and value head, longest segments first; summaries have one for H and one for M.
+Grid: one program a segment and value head, longest segments first; inner segments have two in `begin`.
 On chip: S^T in registers; tiles of q, k, v, A, P and factors, `STAGES` deep, in shared memory.
 """
 
@@ -49,30 +50,41 @@ _C = gl.constexpr(64)
 _D = gl.constexpr(128)
 _M = gl.constexpr(64)
 
+# What a program computes for its segment.
+_RUN = gl.constexpr(0)
+_ADDITION = gl.constexpr(1)
+_TRANSITION = gl.constexpr(2)
+
 
 @gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    first, first_value, chunk0, num_chunks, h, q_column, k_column, v_column,
+    first, first_value, chunk0, num_chunks, role, h, q_column, k_column, v_column,
     HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4 + (_C * _D * 2 + _C * _C * 2 if OUTPUT else 0)
+    BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4
+    OUTPUT_BYTES: gl.constexpr = _C * _D * 2 + _C * _C * 2
+    runs = role == _RUN
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
         row = (chunk0 + c) * HV + h
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, BYTES)
+        if OUTPUT:
+            mbarrier.expect(bar, BYTES + OUTPUT_BYTES, pred=runs)
+            mbarrier.expect(bar, BYTES, pred=role != _RUN)
+        else:
+            mbarrier.expect(bar, BYTES)
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
         async_load(v_desc, [first_value + c * _C, v_column], bar, v_s.index(2 * stage))
         async_load(v_desc, [first_value + c * _C, v_column + _M], bar, v_s.index(2 * stage + 1))
         async_load(factors_desc, [row * FACTORS, 0], bar, factors_s.index(stage))
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         if OUTPUT:
-            async_load(q_desc, [token, q_column], bar, q_s.index(stage))
-            async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
+            async_load(q_desc, [token, q_column], bar, q_s.index(stage), pred=runs)
+            async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage), pred=runs)
 
 
 @gluon.jit
@@ -80,10 +92,10 @@ def _consume(
     half: gl.constexpr, states_desc, updates_desc, o_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
-    FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -106,13 +118,13 @@ def _consume(
     natural_at = value[:, None] * _D + key[None, :]
     everywhere = natural_at >= 0
     if SUMMARY:
-        state_MK = gl.where((value[:, None] == key[None, :]) & is_transition, 1.0, 0.0)
+        state_MK = gl.where((value[:, None] == key[None, :]) & (role == _TRANSITION), 1.0, 0.0)
     elif HAS_CUTS:
         cut_at = (start.to(gl.int64) * HV + h) * (_D * _D)
         state_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (start >= 0), other=0.0)
     else:
         state_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
-    if HAS_INITIAL:
+    if HAS_INITIAL and not SUMMARY:
         starts_here = everywhere & (start < 0) & (document >= 0)
         state_MK = gl.load(initial_ptr + state_at + transposed_at, mask=starts_here, other=state_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
@@ -188,12 +200,12 @@ def _consume(
                 at = o_ptr + offs_t.to(gl.int64)[:, None] * (HV * _D) + offs_v[None, :]
                 gl.store(at, o_s.load(ROWS), mask=(offs_t < last)[:, None] & (offs_v >= 0)[None, :])
         decay = next_decay
-    if SUMMARY:
+    if BEGINS:
         cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D) + natural_at
-        reaches_cut = everywhere & (stop >= 0)
-        gl.store(cut_states_ptr + cut_at, state_MK, mask=reaches_cut & (is_transition == 0))
-        gl.store(transitions_ptr + cut_at, state_MK, mask=reaches_cut & is_transition & (start >= 0))
-    if HAS_FINAL:
+        gl.store(cut_states_ptr + cut_at, state_MK, mask=everywhere & (stop >= 0) & (role != _TRANSITION))
+        if SUMMARY:
+            gl.store(transitions_ptr + cut_at, state_MK, mask=everywhere & (stop >= 0) & (role == _TRANSITION))
+    if HAS_FINAL and not SUMMARY:
         ends_here = everywhere & (document >= 0)
         if not CHECKPOINTS:
             ends_here = ends_here & (stop < 0)
@@ -205,54 +217,74 @@ def _consume(
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    _consume(
-        0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
-    )  # fmt: skip
+    if role == _RUN:
+        _consume(
+            0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        )  # fmt: skip
+    if BEGINS:
+        if role != _RUN:
+            _consume(
+                0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    _consume(
-        1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
-        HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
-    )  # fmt: skip
+    if role == _RUN:
+        _consume(
+            1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+        )  # fmt: skip
+    if BEGINS:
+        if role != _RUN:
+            _consume(
+                1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr, cuts_ptr,
-    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T,
+    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T, first_run, num_documents,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_CUTS: gl.constexpr, SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
-    segment = gl.program_id(0) // H
-    is_transition = segment < 0
-    if SUMMARY:
-        is_transition = segment % 2 == 1
-        segment = segment // 2
+    segment = first_run + gl.program_id(0) // H
+    role = segment * 0 + _RUN
+    if BEGINS:
+        # First segments come first, one program a head; H and M of the others follow.
+        beyond = gl.maximum(segment - num_documents, 0)
+        role = gl.where(segment < num_documents, _RUN, _ADDITION + beyond % 2)
+        segment = gl.minimum(segment, num_documents + beyond // 2)
     segment_ptr = segments_ptr + segment * 8
     h = first_head + local
     h_scratch = first_scratch_head + local
@@ -267,11 +299,11 @@ def _forward_kernel(
     if CHECKPOINTS:
         stop = gl.load(cuts_ptr + document * 2)
     first_value = first
-    if SUMMARY:
-        # A document's last segment hands on nothing, and what its first one starts from is known.
-        num_chunks = gl.where((stop >= 0) & ((start >= 0) | (is_transition == 0)), num_chunks, 0)
+    if BEGINS:
+        # A document's last segment hands on nothing.
+        num_chunks = gl.where((role == _RUN) | (stop >= 0), num_chunks, 0)
         # Rows past the last token read as zeros.
-        first_value = gl.where(is_transition, T, first)
+        first_value = gl.where(role == _TRANSITION, T, first)
     elif not OUTPUT and not STATES:
         num_chunks = gl.where(stop < 0, num_chunks, 0)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
@@ -291,18 +323,19 @@ def _forward_kernel(
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, is_transition, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, SUMMARY, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
-                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty, first, first_value, chunk0, num_chunks, h,
+                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+                first, first_value, chunk0, num_chunks, role, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, HV, OUTPUT, FACTORS, STAGES,
             )),
         ],
@@ -313,43 +346,53 @@ def _forward_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, cut_states: Tensor | None = None, checkpoints: Tensor | None = None,
-    o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
-    updates: Tensor | None = None, heads: range | None = None,
+    *, initial_state: Tensor | None, cut_states: Tensor | None = None, has_begun: bool = False,
+    checkpoints: Tensor | None = None, o: Tensor | None = None, final_state: Tensor | None = None,
+    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence; q, k, v [T,H,D] at any addressable strides (q is read for o only).
 
-    Runs on documents or, given the states cut_states [NC,HV,V,K], on segments. Fills what is given: o [T,HV,V] and
-    final_state [N,HV,K,V]; the states at cuts, checkpoints [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and
-    updates [NT,HS,V,C], whose heads are those of the range `heads` (all if left out).
+    Runs on documents or, given the states cut_states [NC,HV,V,K], on segments: all of them or, after `begin`, those
+    that start at a cut. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; the states at cuts, checkpoints
+    [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range
+    `heads` (all if left out).
     """
+    HV = v.shape[1]
+    heads = range(HV) if heads is None else heads
+    runs = chunks.documents if cut_states is None else chunks.segments
+    first_run = chunks.documents.shape[0] if has_begun else 0
     assert cut_states is None or checkpoints is None
     _launch(
-        q, k, v, solve, scores, factors, chunks, initial_state, cut_states if checkpoints is None else checkpoints,
-        None, o, final_state, states, updates, range(v.shape[1]) if heads is None else heads,
-        is_summary=False, is_checkpointing=checkpoints is not None,
+        q, k, v, solve, scores, factors, chunks, runs, first_run, runs.shape[0] - first_run, initial_state,
+        cut_states if checkpoints is None else checkpoints, None, o, final_state, states, updates, heads,
+        is_checkpointing=checkpoints is not None,
     )  # fmt: skip
 
 
-def summarise_forward(
-    k: Tensor, v: Tensor, solve: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor,
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor, o: Tensor | None = None,
+    final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill row c of cut_states [NC,HV,V,K] with H and of transitions [NC,HV,K,K] with M (transposed: it maps a state's
-    rows) of the segment that stops at cut c."""
+    """Run the recurrence as far as it needs no combination: on the documents' first segments, with the results of
+    `forward`.
+
+    Also fills row c of cut_states [NC,HV,V,K] with the state or H, and of transitions [NC,HV,K,K] with M (transposed:
+    it maps a state's rows; not where a first segment stops), of the segment that stops at cut c.
+    """
+    num_documents, num_cuts = chunks.documents.shape[0], cut_states.shape[0]
     _launch(
-        k, k, v, solve, solve, factors, chunks, initial_state, cut_states, transitions, None, None, None, None,
-        range(v.shape[1]), is_summary=True, is_checkpointing=False,
+        q, k, v, solve, scores, factors, chunks, chunks.segments, 0, num_documents + 2 * num_cuts, initial_state,
+        cut_states, transitions, o, final_state, states, updates, range(v.shape[1]), is_checkpointing=False,
     )  # fmt: skip
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None, o: Tensor | None,
-    final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *, is_summary: bool,
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks, runs: Tensor,
+    first_run: int, num_runs: int, initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None,
+    o: Tensor | None, final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *,
     is_checkpointing: bool,
 ) -> None:  # fmt: skip
-    runs = chunks.documents if cut_states is None or is_checkpointing else chunks.segments
     HV = v.shape[1]
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     if states is not None and updates is not None:
@@ -360,17 +403,18 @@ def _launch(
         states_desc, updates_desc, HS = square, square, HV
     stand_in = factors
     launch(
-        _forward_kernel, (runs.shape[0] * len(heads) * (2 if is_summary else 1),),
+        _forward_kernel, (num_runs * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), square,
         tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
         factors, k if o is None else o, stand_in if initial_state is None else initial_state,
         stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
         stand_in if transitions is None else transitions, runs, chunks.cuts,
-        q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0],
+        q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0], first_run,
+        chunks.documents.shape[0],
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
-        HAS_CUTS=cut_states is not None and not is_checkpointing, SUMMARY=is_summary, CHECKPOINTS=is_checkpointing,
-        HAS_INITIAL=initial_state is not None,
+        HAS_CUTS=cut_states is not None and transitions is None and not is_checkpointing,
+        BEGINS=transitions is not None, CHECKPOINTS=is_checkpointing, HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

@@ -9,7 +9,8 @@ float32 accumulators:
 dS is stored (rounded) before a chunk's own contribution: the gradient of the state at the chunk's END. What `epilogue`
 needs for dbeta, sum_v dv v, is taken here, where dv is still float32.
 
-`summarise_reverse` runs the same kernel without outputs for each segment's dH, from zero.
+`begin_reverse` runs the documents' last segments and, in other programs of the same launch and without outputs, every
+inner segment's dH, from zero; `reverse` then runs the others from the gradients at their cuts.
 
 Grid: one program a segment and value head, longest segments first; two consumer warpgroups (halves of V), one producer
 warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors, `STAGES` deep, in shared memory.
@@ -52,10 +53,10 @@ _M = gl.constexpr(64)
 def _produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    first, chunk0, num_chunks, h, q_column, k_column, v_column, do_column,
+    first, chunk0, num_chunks, runs, h, q_column, k_column, v_column, do_column,
     HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = (4 if OUTPUT else 3) * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
+    BYTES: gl.constexpr = 3 * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
     for i in range(num_chunks):
         c = num_chunks - 1 - i
         stage = i % STAGES
@@ -63,7 +64,11 @@ def _produce(
         row = (chunk0 + c) * HV + h
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, BYTES)
+        if OUTPUT:
+            mbarrier.expect(bar, BYTES + _C * _D * 2, pred=runs != 0)
+            mbarrier.expect(bar, BYTES, pred=runs == 0)
+        else:
+            mbarrier.expect(bar, BYTES)
         async_load(k_desc, [token, k_column], bar, k_s.index(stage))
         async_load(scores_desc, [row * _C, 0], bar, scores_s.index(stage))
         async_load(do_desc, [token, do_column], bar, do_s.index(2 * stage))
@@ -72,8 +77,8 @@ def _produce(
         async_load(solve_desc, [row * _C, 0], bar, solve_s.index(stage))
         async_load(q_desc, [token, q_column], bar, q_s.index(stage))
         if OUTPUT:
-            async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage))
-            async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1))
+            async_load(v_desc, [token, v_column], bar, v_s.index(2 * stage), pred=runs != 0)
+            async_load(v_desc, [token, v_column + _M], bar, v_s.index(2 * stage + 1), pred=runs != 0)
 
 
 @gluon.jit
@@ -82,8 +87,8 @@ def _consume(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
     first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    SUMMARY: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
@@ -110,7 +115,7 @@ def _consume(
     transposed_at = key[None, :] * _D + value[:, None]
     natural_at = value[:, None] * _D + key[None, :]
     everywhere = natural_at >= 0
-    if HAS_CUTS and not SUMMARY:
+    if HAS_CUTS:
         cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D)
         dstate_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (stop >= 0), other=0.0)
     else:
@@ -181,10 +186,9 @@ def _consume(
         dstate_MK = warpgroup_mma_wait(0, deps=[dstate_MK])
         mbarrier.arrive(empty.index(stage), count=1)
         decay = next_decay
-    if SUMMARY:
+    if BEGINS:
         cut_at = (start.to(gl.int64) * HV + h) * (_D * _D) + natural_at
-        reaches_cut = everywhere & (start >= 0)
-        gl.store(cut_states_ptr + cut_at, dstate_MK, mask=reaches_cut)
+        gl.store(cut_states_ptr + cut_at, dstate_MK, mask=everywhere & (start >= 0))
     if HAS_DINITIAL:
         gl.store(dinitial_ptr + state_at + transposed_at, dstate_MK, mask=everywhere & (start < 0) & (document >= 0))
     store_wait(0)
@@ -194,34 +198,50 @@ def _consume(
 def _consume_low(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+    first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    SUMMARY: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    _consume(
-        0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
-    )  # fmt: skip
+    if runs != 0:
+        _consume(
+            0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        )  # fmt: skip
+    elif BEGINS:
+        _consume(
+            0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, False, False, True, False, False, FACTORS, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _consume_high(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+    first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    SUMMARY: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    _consume(
-        1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-        factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-        first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
-    )  # fmt: skip
+    if runs != 0:
+        _consume(
+            1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+        )  # fmt: skip
+    elif BEGINS:
+        _consume(
+            1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, False, False, True, False, False, FACTORS, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -230,8 +250,8 @@ def _reverse_kernel(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, segments_ptr,
     q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr,
-    OUTPUT: gl.constexpr, SUMMARY: gl.constexpr,
-    HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
@@ -246,11 +266,17 @@ def _reverse_kernel(
     document = gl.load(segment_ptr + 4)
     start = gl.load(segment_ptr + 5)
     stop = gl.load(segment_ptr + 6)
-    if SUMMARY:
-        # A document's first segment hands on nothing.
-        num_chunks = gl.where(start >= 0, num_chunks, 0)
-    elif not OUTPUT:
-        num_chunks = gl.where(start < 0, num_chunks, 0)
+    # Which programs compute what `reverse` returns; of the others some have no work, the rest hand on dH.
+    runs = stop * 0 + 1
+    if BEGINS:
+        runs = gl.where(stop < 0, 1, 0)
+        num_chunks = gl.where((stop < 0) | (start >= 0), num_chunks, 0)
+    elif HAS_CUTS:
+        runs = gl.where(stop >= 0, 1, 0)
+        if OUTPUT:
+            num_chunks = gl.where(stop >= 0, num_chunks, 0)
+        else:
+            num_chunks = gl.where((stop >= 0) & (start < 0), num_chunks, 0)
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
     q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
@@ -270,18 +296,18 @@ def _reverse_kernel(
             (_consume_low, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, OUTPUT, SUMMARY, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
-                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, h,
+                q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, runs, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h,
                 HV, OUTPUT, FACTORS, STAGES,
             )),
@@ -298,24 +324,29 @@ def reverse(
 ) -> None:  # fmt: skip
     """Run the recurrence backwards for a range of value heads.
 
-    Runs on documents or, given the states' gradients cut_dstates [NC,HV,V,K], on segments. Fills dstates [NT,H,V,K]
-    (gradient of the state at each chunk's end), dv [T,G,R,V] at any addressable strides, rows 0..7 of sums
-    [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
+    Runs on documents or, after `begin_reverse` and given the states' gradients cut_dstates [NC,HV,V,K], on segments
+    that stop at a cut. Fills dstates [NT,H,V,K] (gradient of the state at each chunk's end), dv [T,G,R,V] at any
+    addressable strides, rows 0..7 of sums [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
     """
     _launch(
         q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
-        heads,
+        heads, begins=False,
     )  # fmt: skip
 
 
-def summarise_reverse(
+def begin_reverse(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, dfinal_state: Tensor | None, cut_dstates: Tensor,
+    *, dfinal_state: Tensor | None, cut_dstates: Tensor, dstates: Tensor | None = None, dv: Tensor | None = None,
+    sums: Tensor | None = None, d_initial_state: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill row c of cut_dstates [NC,HV,V,K] with dH of the segment that starts at cut c."""
+    """Run the recurrence backwards as far as it needs no combination: on the documents' last segments, with the results
+    of `reverse` as far as they are given (all or only d_initial_state).
+
+    Also fills row c of cut_dstates [NC,HV,V,K] with the state's gradient or dH of the segment that starts at cut c.
+    """
     _launch(
-        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, None, cut_dstates,
-        range(v.shape[1]),
+        q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
+        range(v.shape[1]), begins=True,
     )  # fmt: skip
 
 
@@ -326,14 +357,14 @@ def reverse_to_start(
     """Fill d_initial_state [N,HV,K,V] and nothing else; arguments as for `reverse`."""
     _launch(
         q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, d_initial_state, cut_dstates,
-        range(v.shape[1]),
+        range(v.shape[1]), begins=False,
     )  # fmt: skip
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,
-    d_initial_state: Tensor | None, cut_dstates: Tensor | None, heads: range,
+    d_initial_state: Tensor | None, cut_dstates: Tensor | None, heads: range, *, begins: bool,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
     runs = chunks.documents if cut_dstates is None else chunks.segments
@@ -355,8 +386,8 @@ def _launch(
         stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
         stand_in if cut_dstates is None else cut_dstates, runs,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start,
-        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums, HAS_CUTS=cut_dstates is not None,
-        OUTPUT=dstates is not None, SUMMARY=dstates is None and d_initial_state is None,
+        R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums,
+        HAS_CUTS=cut_dstates is not None and not begins, OUTPUT=dstates is not None, BEGINS=begins,
         HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

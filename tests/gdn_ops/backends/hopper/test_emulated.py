@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "beta=0": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 129]), "zero_beta": True},
     "extreme": {"HK": 1, "HV": 3, "T": 129, "decay": "extreme", "initial": True},
     "weak": {"HK": 1, "HV": 3, "T": 300, "decay": "weak"},
-    "cut": {"HK": 1, "HV": 2, "bounds": [0, 2200], "decay": "weak", "initial": True},
+    "cut": {"HK": 1, "HV": 2, "bounds": [0, 3300], "decay": "weak", "initial": True},
 }  # fmt: skip
 
 

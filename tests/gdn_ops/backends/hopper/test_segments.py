@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,8 @@ from gdn_ops.shapes import Options, segment_rule, sizes
 BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """As on the GPU (`test_hopper.py`)."""
 
-RAGGED = [0, 500, 500, 501, 970, 1170]
-"""Documents of 8, 0, 1, 8 and 4 chunks."""
+RAGGED = [0, 760, 760, 761, 1230, 1430]
+"""Documents of 12, 0, 1, 8 and 4 chunks."""
 
 
 launched: list[str] = []
@@ -83,7 +84,7 @@ def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-CUT: dict[str, Any] = {"HK": 1, "HV": 1, "bounds": RAGGED, "T": 1190, "initial": True}
+CUT: dict[str, Any] = {"HK": 1, "HV": 1, "bounds": RAGGED, "T": 1450, "initial": True}
 
 
 @pytest.mark.parametrize("save", ["solve", "states", "inputs"])
@@ -152,13 +153,51 @@ def test_table_tiles_every_document() -> None:
     lengths = [row[3] for row in rows if row[4] >= 0]
     assert sum(lengths) == int(chunks.totals[0])
     cuts = chunks.cuts.tolist()
-    assert [count for _, count in cuts] == [3, 0, 0, 3, 1]
+    assert [count for _, count in cuts] == [3, 0, 0, 2, 1]
     for n, (first_cut, count) in enumerate(cuts):
         own = sorted((row for row in rows if row[4] == n), key=lambda row: row[2])
         assert [row[5] for row in own] == [-1, *range(first_cut, first_cut + count)]
         assert [row[6] for row in own] == [*range(first_cut, first_cut + count), -1]
         assert all(b[2] == a[2] + a[3] and b[0] == a[0] + 64 * a[3] for a, b in itertools.pairwise(own))
     assert [row[4] for row in chunks.documents.tolist()] == [0, 3, 4, 2, 1], "longest first"
+    assert sorted(row[4] for row in rows[:5]) == list(range(5)), "first segments come first"
+    assert all(row[5] >= 0 and row[6] < 0 for row in rows[5:8]), "then last ones"
+    assert all(row[5] >= 0 and row[6] >= 0 for row in rows[8:11]), "then inner ones"
+    assert all(row[3] == 0 and row[4] == -1 for row in rows[11:])
+
+
+def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any lengths: every chunk in one segment, no segment of a document that is cut empty, cuts in the rows for them."""
+    monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 16)
+    lots = random.Random(0)
+    for _ in range(60):
+        N, HV = lots.randint(1, 6), lots.choice([1, 2, 4, 6])
+        scale = lots.choice([2000, 20000, 400000])
+        bounds = list(itertools.accumulate([lots.choice([0, 1, 64, lots.randint(0, scale)]) for _ in range(N)]))
+        T = bounds[-1] + lots.choice([0, 1, 3000])
+        rule = segment_rule(shapes.Sizes(1, T, N, 1, HV, 128, 128, (T + 63) // 64 + N))
+        cu_seqlens = torch.tensor([0, *bounds])
+        chunks = chunk_table(cu_seqlens, N, T, (T + 63) // 64 + N, rule, cu_seqlens)
+        rows = [row for row in chunks.segments.tolist() if row[4] >= 0]
+        assert len(rows) == N + int(chunks.cuts[:, 1].sum())
+        assert int(chunks.cuts[:, 1].sum()) <= rule.num_cuts
+        assert sum(row[3] for row in rows) == sum((b - a + 63) // 64 for a, b in itertools.pairwise([0, *bounds]))
+        assert all(row[3] > 0 for row in rows if row[5] >= 0 or row[6] >= 0)
+
+
+@pytest.mark.parametrize("HV", [1, 4, 8, 16, 32, 40])
+def test_one_long_document_fills_the_chip(HV: int) -> None:
+    """As many segments as run at once with outputs, lengths for which both launches of a direction take equally long."""
+    rule = segment_rule(shapes.Sizes(1, 32768, 1, HV, HV, 128, 128, 512))
+    chunks = chunk_table(None, 1, 32768, 512, rule, torch.empty(0))
+    lengths = [row[3] for row in chunks.segments.tolist()]
+    assert len(lengths) == rule.num_cuts + 1 == min(132 // HV + 1, 16)
+    assert sum(lengths) == 512
+    first, last, *inner = lengths
+    assert max(inner) - min(inner) <= 1
+    at_once = 1 if 2 * HV * len(inner) <= 132 - HV else 2
+    assert abs(first - at_once * 13 / 16 * inner[0]) <= 3
+    assert abs(last - 14 / 16 * inner[0]) <= 2
 
 
 @pytest.mark.parametrize(("chains", "initial"), [(40, True), (0, False)], ids=["segments", "documents"])
