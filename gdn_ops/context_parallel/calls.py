@@ -58,11 +58,11 @@ def run(
         shapes = tuple(tuple(x.shape) for x in (*operands, g))
         signature = (cp_context.serial, shapes, operands[0].dtype, *sorted(options.items()))
         received = recompute_handle.take(signature)
-    states, told = (None, None) if received is None or not received.states.shape[0] else received
+    states, told, pieces = (None, None, None) if received is None or not received.states.shape[0] else received
     out = op(
-        *operands, g, beta, initial_state, A_log, dt_bias, states, told, list(cp_context.plan),
+        *operands, g, beta, initial_state, A_log, dt_bias, states, told, pieces, list(cp_context.plan),
         num_ranks=cp_context.exchange_ranks, group_name=cp_context.group_name, exchange=cp_context.exchange, **options,
     )  # fmt: skip
     if recompute_handle is not None and received is None:
-        recompute_handle.put(signature, Received(out[-2].detach(), out[-1].detach()))
+        recompute_handle.put(signature, Received(*(x.detach() for x in out[-3:])))
     return out[0], out[1]

@@ -34,10 +34,11 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class Received(NamedTuple):
-    """What a forward made of the exchange: fragment states [F,HV,K,V] and all ranks' words."""
+    """What a forward made of the exchange: states of the pieces [F,HV,K,V], all ranks' words, and its own pieces'."""
 
     states: Tensor
     told: Tensor
+    pieces: Tensor
 
 
 class RecomputeHandle:

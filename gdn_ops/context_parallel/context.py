@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from gdn_ops.context_parallel.halo import Halo, make_halo
 from gdn_ops.context_parallel.partition import Partition
-from gdn_ops.context_parallel.plan import Halo, Plan, make_halo, make_plan
+from gdn_ops.context_parallel.pieces import number_of_pieces
+from gdn_ops.context_parallel.plan import Plan, make_plan
 
 EXCHANGES = ("saved", "replay")
 
@@ -24,7 +26,8 @@ class Context:
     plan, halo: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange.
     num_documents: N, so initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens.
     group_name: the process group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or
-    "replay". serial: tells one batch from another.
+    "replay". pieces: of the largest share of tokens (`gdn_ops.context_parallel.pieces`). serial: tells one batch from
+    another.
     """
 
     plan: Plan
@@ -35,22 +38,39 @@ class Context:
     num_tokens: int
     group_name: str
     exchange: str = "saved"
+    pieces: int = 1
     serial: int = field(default_factory=lambda: next(_serials))
 
 
-def build(part: Partition, rank: int, group: Any, device: torch.device | str | None, exchange: str) -> Context:
+def build(
+    part: Partition, rank: int, group: Any, device: torch.device | str | None, exchange: str, pieces: int | None,
+    num_v_heads: int | None,
+) -> Context:  # fmt: skip
     """`Partition.context`."""
     group_name = _group_name(part, rank, group)
-    return build_for(part, rank, group_name if part.crosses_ranks else "", device, exchange)
+    return build_for(part, rank, group_name if part.crosses_ranks else "", device, exchange, pieces, num_v_heads)
 
 
-def build_for(part: Partition, rank: int, group_name: str, device: torch.device | str | None, exchange: str) -> Context:
+def build_for(
+    part: Partition, rank: int, group_name: str, device: torch.device | str | None, exchange: str = "saved",
+    pieces: int | None = None, num_v_heads: int | None = None,
+) -> Context:  # fmt: skip
     """A context for a group that is known by name only; checks nothing about the group."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange: expected one of {EXCHANGES}, got {exchange!r}")
+    for name, value in (("pieces", pieces), ("num_v_heads", num_v_heads)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     where = torch.get_default_device() if device is None else torch.device(device)
+    if pieces is None:
+        # A CPU gains nothing by it.
+        pieces = number_of_pieces(part.max_tokens, num_v_heads) if where.type == "cuda" else 1
     return Context(
-        plan=make_plan(part, rank, where),
+        plan=make_plan(part, rank, where, pieces),
         halo=make_halo(part, rank, where),
         num_ranks=part.num_ranks,
         exchange_ranks=part.num_ranks if part.crosses_ranks else 1,
@@ -58,6 +78,7 @@ def build_for(part: Partition, rank: int, group_name: str, device: torch.device 
         num_tokens=part.tokens(rank),
         group_name=group_name,
         exchange=exchange,
+        pieces=pieces,
     )
 
 

@@ -17,8 +17,8 @@ from gdn_ops import checks, counters, settings
 from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
 from gdn_ops.context_parallel import calls
 from gdn_ops.context_parallel.context import Context
+from gdn_ops.context_parallel.halo import MAX_WIDTH, Halo
 from gdn_ops.context_parallel.path import gather
-from gdn_ops.context_parallel.plan import MAX_WIDTH, Halo
 from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import _dense_last, _load, _on_cpu, check_cu_seqlens_values, lib
 from gdn_ops.shapes import accumulator_dtype
@@ -288,7 +288,7 @@ def causal_conv1d(
     halo: tuple[Tensor, ...] = ()
     ranks = (1, "")
     if cp_context is not None:
-        bounds, segments = cp_context.plan.cu_seqlens, cp_context.plan.forward_segments
+        bounds, segments = cp_context.halo.cu_seqlens, cp_context.halo.segments
         halo, ranks = tuple(cp_context.halo), (cp_context.exchange_ranks, cp_context.group_name)
     elif cu_seqlens is not None:
         bounds = cu_seqlens

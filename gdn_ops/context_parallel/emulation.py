@@ -13,7 +13,7 @@ from gdn_ops import checks
 from gdn_ops.context_parallel import path
 from gdn_ops.context_parallel.context import build_for
 from gdn_ops.context_parallel.partition import Partition
-from gdn_ops.context_parallel.path import Call
+from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.shapes import Saved
@@ -46,13 +46,14 @@ class _Emulated(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
-            told: list[Tensor | None] = [None] * len(calls)
+            heard: list[Heard | None] = [None] * len(calls)
             if calls[0].linked:
-                told = _exchange([path.forward_summary(call) for call in calls], ranks)
-            states = [path.received_states(call, words) for call, words in zip(calls, told, strict=True)]
+                heard = _exchange([path.forward_summary(call) for call in calls], ranks)
+            states = [path.received_states(call, words) for call, words in zip(calls, heard, strict=True)]
             results = [path.forward(call, s, final, save) for call, s in zip(calls, states, strict=True)]
         outs = [x for o, last, _ in results for x in (o, last)]
-        ctx.save_for_backward(*tensors, *told, *states, *(x for *_, saved in results for x in saved))
+        words = [x for rank in heard for x in (rank or (None, None))]
+        ctx.save_for_backward(*tensors, *words, *states, *(x for *_, saved in results for x in saved))
         ctx.meta = plans, ranks, options, heads
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -66,29 +67,39 @@ class _Emulated(torch.autograd.Function):
         plans, ranks, options, heads = ctx.meta
         kept = saved
         tensors, rest = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
-        told, states, saved = rest[: len(plans)], rest[len(plans) : 2 * len(plans)], rest[2 * len(plans) :]
+        R = len(plans)
+        words, states, saved = rest[: 2 * R], rest[2 * R : 3 * R], rest[3 * R :]
+        before = [
+            None if told is None else Heard(told, kept) for told, kept in zip(words[::2], words[1::2], strict=True)
+        ]
         count = len(Saved._fields)
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
             dos = [path.zero_output_gradient(c) if x is None else x for c, x in zip(calls, grads[::2], strict=True)]
             dfinals = grads[1::2]
-            heard: list[Tensor | None] = [None] * len(calls)
+            kept_of = [tuple(saved[count * i : count * i + count]) for i in range(R)]
+            heard: list[Heard | None] = [None] * R
             if calls[0].linked:
-                words = [path.backward_summary(*x) for x in zip(calls, dos, dfinals, strict=True)]
-                heard = _exchange(words, ranks)
+                told = []
+                for i, call in enumerate(calls):
+                    own = before[i]
+                    assert own is not None
+                    told.append(path.backward_summary(call, dos[i], dfinals[i], kept_of[i], own.pieces))
+                heard = _exchange(told, ranks)
             found: list[Tensor | None] = []
             for i, call in enumerate(calls):
-                dlast = path.received_gradients(call, heard[i], told[i], dfinals[i])
-                grad = path.backward(call, dos[i], dlast, states[i], tuple(saved[count * i : count * i + count]))
+                dlast = path.received_gradients(call, heard[i], before[i], dfinals[i])
+                grad = path.backward(call, dos[i], dlast, states[i], kept_of[i])
                 q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
                 found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[6:], found, strict=True)]
         return (*(None,) * 6, *wanted)
 
 
-def _exchange(words: list[Tensor], ranks: int) -> list[Tensor | None]:
+def _exchange(words: list[Heard], ranks: int) -> list[Heard | None]:
     """What each rank hears: all words, or its own where no document crosses ranks."""
-    return [torch.cat(words)] * len(words) if ranks > 1 else list(words)
+    told = torch.cat([rank.told for rank in words]) if ranks > 1 else None
+    return [rank if told is None else rank._replace(told=told) for rank in words]
 
 
 def _calls(plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, tensors: Sequence[Any]) -> list[Call]:
@@ -112,6 +123,7 @@ def emulate(
     allow_neg_eigval: bool = False,
     heads: tuple[int, int, int] | None = None,
     save: str = "solve",
+    pieces: int | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Run `chunk_gated_delta_rule` on every rank of `part` in this process; returns each rank's (o, final_state).
 
@@ -120,6 +132,7 @@ def emulate(
         inputs: per rank its local tensors (`Partition.shard`), of one device; the initial state is global on each.
         heads: (num_qk_heads, num_v_heads, head_dim) if the inputs hold rows.
         save: what is kept for the backward, a word of `gdn_ops.settings`.
+        pieces: as for `Partition.context`.
 
     The other options are the op's. Gradients flow to every rank's inputs as they do on a cluster: those of what the
     ranks share (initial states, A_log, dt_bias) add up. Raises ValueError for a wrong number of ranks.
@@ -127,8 +140,9 @@ def emulate(
     if len(inputs) != part.num_ranks:
         raise ValueError(f"inputs: expected one entry a rank, {part.num_ranks}, got {len(inputs)}")
     device = inputs[0].q.device
-    contexts = [build_for(part, rank, "", device, "saved") for rank in range(part.num_ranks)]
     q = inputs[0].q
+    num_v_heads = inputs[0].g.shape[-1]
+    contexts = [build_for(part, r, "", device, "saved", pieces, num_v_heads) for r in range(part.num_ranks)]
     options = {
         "scale": checks.check_scale(scale, q.shape[-1] if heads is None else heads[2]),
         "use_qk_l2norm": use_qk_l2norm_in_kernel,

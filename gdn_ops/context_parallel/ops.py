@@ -3,8 +3,9 @@
     context_fwd           as gdn::chunk_fwd, for the fragments of one rank
     context_packed_fwd    as gdn::chunk_packed_fwd
 
-Both return `(o, final_state, <the saved>, states, told)`: the states that the rank's fragments started from, and what
-all ranks told. Given back as `received_states` and `received_told` they spare the exchange (activation recompute).
+Both return `(o, final_state, <the saved>, states, told, pieces)`: the states that the rank's pieces started from, what
+all ranks told, and H and M of the rank's own pieces. Given back as `received_states`, `received_told` and
+`received_pieces` they spare the exchange and the summary (activation recompute).
 The Autograd kernels call the small ops one by one, so a compiler's graph shows them and the collectives between them.
 """
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from gdn_ops import packing
 from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
 from gdn_ops.context_parallel import path
-from gdn_ops.context_parallel.path import Call
+from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.context_parallel.segments import summary_sizes
 from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import lib
 from gdn_ops.outputs import allocate_chunk_fwd
@@ -27,7 +29,7 @@ _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _REST = (
     "Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? received_states, "
-    "Tensor? received_told, Tensor[] plan, *, "
+    "Tensor? received_told, Tensor? received_pieces, Tensor[] plan, *, "
 )
 _OPTIONS = (
     "int num_ranks, str group_name, str exchange, float scale, bool use_qk_l2norm=False, bool use_beta_sigmoid=False, "
@@ -35,7 +37,7 @@ _OPTIONS = (
 )
 _RESULTS = (
     "(Tensor o, Tensor final_state, Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, "
-    "Tensor updates, Tensor checkpoints, Tensor fragment_states, Tensor told)"
+    "Tensor updates, Tensor checkpoints, Tensor piece_states, Tensor told, Tensor pieces)"
 )
 SCHEMAS = {
     "context_fwd": f"(Tensor q, Tensor k, Tensor v, {_REST}{_OPTIONS}) -> {_RESULTS}",
@@ -64,43 +66,54 @@ def _call(num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwa
     )  # fmt: skip
 
 
+_Received = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 def _run(
-    call: Call, kwargs: dict[str, Any], received: tuple[Tensor | None, Tensor | None]
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """The op's outputs without the last two, the fragments' states, and what was told."""
-    states, told = received
+    call: Call, kwargs: dict[str, Any], received: _Received
+) -> tuple[tuple[Tensor, ...], Tensor | None, Heard | None]:
+    """The op's outputs without the last three, the pieces' states, and the exchange."""
+    states, told, pieces = received
+    heard = None if told is None or pieces is None else Heard(told, pieces)
     if states is None:
-        told = _tell(call, kwargs) if call.linked else None
-        states = path.received_states(call, told)
+        heard = _tell(call, kwargs) if call.linked else None
+        states = path.received_states(call, heard)
     o, final_state, saved = path.forward(
         call, states, kwargs.get("output_final_state", False), kwargs.get("save", "solve")
     )
-    return (o, final_state, *saved), states, told
+    return (o, final_state, *saved), states, heard
 
 
-def _tell(call: Call, kwargs: dict[str, Any]) -> Tensor:
-    return path.gather(path.forward_summary(call), kwargs["num_ranks"], kwargs["group_name"], _FORWARD_WORDS)
+def _gather(words: Heard, kwargs: dict[str, Any], what: str) -> Heard:
+    return words._replace(told=path.gather(words.told, kwargs["num_ranks"], kwargs["group_name"], what))
 
 
-def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, told: Tensor | None) -> tuple[Tensor, ...]:
+def _tell(call: Call, kwargs: dict[str, Any]) -> Heard:
+    return _gather(path.forward_summary(call), kwargs, _FORWARD_WORDS)
+
+
+def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, heard: Heard | None) -> tuple[Tensor, ...]:
     none = path.empty_states(call)
-    return (*out, none if states is None else states, none.new_empty((0,)) if told is None else told)
+    told, pieces = (none.new_empty((0,)) for _ in range(2)) if heard is None else heard
+    return (*out, none if states is None else states, told, pieces)
 
 
 class _ContextFwd(torch.autograd.Function):
-    """tensors: operands, g, beta, initial_state, A_log, dt_bias; then received states and words; then the plan."""
+    """tensors: operands, g, beta, initial_state, A_log, dt_bias; then the three that were received; then the plan."""
 
     @staticmethod
     def forward(ctx: Any, num_operands: int, from_row: bool, kwargs: dict[str, Any], *tensors: Any) -> Any:
         split = num_operands + 5
-        plan = Plan(*tensors[split + 2 :])
+        plan = Plan(*tensors[split + 3 :])
         with torch._C._AutoDispatchBelowAutograd():
             call = _call(num_operands, tensors[:split], plan, kwargs)
-            out, states, told = _run(call, kwargs, tensors[split : split + 2])
-            result = _outputs(call, out, states, told)
+            out, states, heard = _run(call, kwargs, tensors[split : split + 3])
+            result = _outputs(call, out, states, heard)
         keep = kwargs["exchange"] == "saved" or not call.linked
-        needs_told = keep and call.linked and plan.transition_segments.shape[0] > 0
-        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told if needs_told else None)
+        told, pieces = (None, None) if heard is None or not keep else heard
+        if told is not None and plan.num_transitions == 0:
+            told = None
+        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told, pieces)
         ctx.kwargs, ctx.num_operands, ctx.from_row, ctx.keep = kwargs, num_operands, from_row, keep
         has_final_state = kwargs.get("output_final_state", False)
         ctx.set_materialize_grads(False)
@@ -112,25 +125,25 @@ class _ContextFwd(torch.autograd.Function):
     def backward(ctx: Any, tensors: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         do, dfinal_state = grads[:2]
         split = ctx.num_operands + 5
-        count = 3 + split + 2 + len(Plan._fields)
+        count = 3 + split + 3 + len(Plan._fields)
         kwargs = ctx.kwargs
         plan = Plan(*tensors[split : split + len(Plan._fields)])
-        *saved, states, told = tensors[split + len(Plan._fields) :]
+        *saved, states, told, pieces = tensors[split + len(Plan._fields) :]
         with torch._C._AutoDispatchBelowAutograd():
             call = _call(ctx.num_operands, tensors[:split], plan, kwargs)
             if do is None:
                 # Even a rank whose outputs no loss reads takes part: the others' fragments wait for its words.
                 do = path.zero_output_gradient(call)
-            heard = None
+            heard, before = None, None
             if call.linked:
-                if not ctx.keep:
-                    told = _tell(call, kwargs)
-                    states = path.received_states(call, told)
-                words = path.backward_summary(call, do, dfinal_state)
-                heard = path.gather(words, kwargs["num_ranks"], kwargs["group_name"], _BACKWARD_WORDS)
-                if told is None:
-                    told = words.new_empty((0,))
-            dfinal_states = path.received_gradients(call, heard, told, dfinal_state)
+                if ctx.keep:
+                    before = Heard(pieces.new_empty((0,)) if told is None else told, pieces)
+                else:
+                    before = _tell(call, kwargs)
+                    states = path.received_states(call, before)
+                words = path.backward_summary(call, do, dfinal_state, tuple(saved), before.pieces)
+                heard = _gather(words, kwargs, _BACKWARD_WORDS)
+            dfinal_states = path.received_gradients(call, heard, before, dfinal_state)
             found = path.backward(call, do, dfinal_states, states, tuple(saved), into_row=ctx.from_row)
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[3 : 3 + split], found, strict=True)]
         return (None, None, None, *wanted, *(None,) * (count - 3 - split))
@@ -180,13 +193,10 @@ def _fake(num_operands: int) -> Any:
         )
         if has_final_state:
             out = out._replace(final_state=out.final_state.new_empty((N, *out.final_state.shape[1:])))
-        words = 0
-        if call.linked:
-            HV, K, V = call.sizes()
-            words = kwargs["num_ranks"] if kwargs["group_name"] else 1
-            words *= HV * K * (plan.forward_segments.shape[0] // 2 * V + plan.transition_segments.shape[0] // 2 * K)
-        told = q.new_empty((words,), dtype=accumulator_dtype(q.dtype))
-        return (*out.returned, states, told)
+        words, kept = summary_sizes(plan, *call.sizes()) if call.linked else (0, 0)
+        acc = accumulator_dtype(q.dtype)
+        told = q.new_empty((words * (kwargs["num_ranks"] if kwargs["group_name"] else 1),), dtype=acc)
+        return (*out.returned, states, told, q.new_empty((kept,), dtype=acc))
 
     return run
 

@@ -153,6 +153,8 @@ class Partition:
         device: torch.device | str | None = None,
         *,
         exchange: str = "saved",
+        pieces: int | None = None,
+        num_v_heads: int | None = None,
     ) -> "Context":
         """What the op needs on `rank`: pass it as `cp_context`. Build it once per batch; every layer can use it.
 
@@ -163,17 +165,21 @@ class Partition:
             device: where q, k and v are; None means the current default device.
             exchange: "saved" keeps what the backward needs of the exchange (a few states); "replay" exchanges again
                 there. Bitwise the same.
+            pieces: into how many pieces the rank with most tokens cuts its share of documents that lie in parts, so
+                that a GPU runs them side by side; equal on all ranks. Exact, but not bitwise the same. None: on a GPU
+                by a rule from the number of tokens and `num_v_heads` (HV, if it is given), 1 on a CPU.
+            num_v_heads: for that rule only.
 
         Raises ValueError or TypeError for a rank, group or word that does not fit. Nothing is communicated here.
         """
         from gdn_ops.context_parallel.context import build
 
-        return build(self, rank, group, device, exchange)
+        return build(self, rank, group, device, exchange, pieces, num_v_heads)
 
     def exchange_bytes(
         self, *, num_v_heads: int, key_dim: int = 128, value_dim: int = 128, itemsize: int = 4
     ) -> "ExchangeBytes":
-        """Bytes that one rank sends per layer, forward and backward; independent of the number of tokens."""
+        """Bytes that one rank sends per layer, forward and backward; independent of tokens and of pieces."""
         from gdn_ops.context_parallel.plan import link
 
         links = link(self)

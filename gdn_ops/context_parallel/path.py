@@ -1,7 +1,9 @@
 """The steps of a context-parallel call, forward and backward, each a few small ops; collectives stand between them.
 
-    forward    tell (H, M)  -> all-gather ->  states of the local fragments, then the ordinary gdn::chunk_fwd
+    forward    tell (H, M)  -> all-gather ->  states of the local pieces, then the ordinary gdn::chunk_fwd
     backward   tell (dH)    -> all-gather ->  gradients of their final states, then the ordinary gdn::chunk_bwd
+
+A piece is a fragment, or a part of one (`pieces.py`); to the ordinary ops each is a document.
 
 `gdn_ops.context_parallel.ops` puts one rank's steps together with real collectives, `emulation` those of all ranks in
 one process. What a call has no use for (no document in parts, no initial state) is left out of the graph.
@@ -43,7 +45,7 @@ class Call(NamedTuple):
     @property
     def linked(self) -> bool:
         """Whether any document of the batch is in parts (on any rank)."""
-        return self.plan.forward_starts.shape[0] > 0
+        return self.plan.num_forward > 0
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, as views of the row if there is one."""
@@ -67,42 +69,39 @@ class Call(NamedTuple):
         assert self.v is not None
         return self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
-    def combine(self, told: Tensor, transitions: Tensor, states: Tensor | None, *, backwards: bool) -> Tensor:
+    def combine(
+        self, told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor, *,
+        backwards: bool,
+    ) -> Tensor:  # fmt: skip
         """`gdn::segment_combine` over this call's plan."""
-        p = self.plan
         HV, K, V = self.sizes()
         return _ops.segment_combine.default(
-            told,
-            transitions,
-            states,
-            p.ends if backwards else p.starts,
-            p.suffix_fragments if backwards else p.prefix_fragments,
-            p.suffix_sources if backwards else p.prefix_sources,
-            p.suffix_transitions if backwards else p.prefix_transitions,
-            num_ranks=self.num_ranks,
-            num_heads=HV,
-            key_dim=K,
-            value_dim=V,
-            num_forward=p.forward_starts.shape[0],
-            num_transitions=p.transition_segments.shape[0] // 2,
-            transposed=backwards,
-        )
+            told, transitions, states, pieces, piece_transitions, list(self.plan),
+            num_ranks=self.num_ranks, num_heads=HV, key_dim=K, value_dim=V, transposed=backwards,
+        )  # fmt: skip
 
 
-def forward_summary(call: Call) -> Tensor:
-    """What this rank tells before the forward."""
+class Heard(NamedTuple):
+    """Of an exchange before a forward: all ranks' words, and what this rank keeps of its own pieces."""
+
+    told: Tensor
+    pieces: Tensor
+
+
+def forward_summary(call: Call) -> Heard:
+    """What this rank tells before the forward, and what it keeps."""
     _, k, v = call.operands()
-    p = call.plan
-    return _ops.segment_summary_fwd.default(
-        k, v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias,
-        p.forward_segments, p.forward_starts, p.transition_segments, num_ranks=call.num_ranks, **call.switches(),
+    told, pieces = _ops.segment_summary_fwd.default(
+        k, v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias, list(call.plan),
+        num_ranks=call.num_ranks, **call.switches(),
     )  # fmt: skip
+    return Heard(told, pieces)
 
 
-def received_states(call: Call, told: Tensor | None) -> Tensor | None:
-    """The state that each local fragment starts from [F,HV,K,V], None if all start from zero."""
-    if told is not None:
-        return call.combine(told, told, call.initial_state, backwards=False)
+def received_states(call: Call, heard: Heard | None) -> Tensor | None:
+    """The state that each local piece starts from [F,HV,K,V], None if all start from zero."""
+    if heard is not None:
+        return call.combine(heard.told, heard.told, call.initial_state, heard.pieces, heard.pieces, backwards=False)
     return None if call.initial_state is None else rows(call.initial_state, call.plan.starts)
 
 
@@ -123,22 +122,24 @@ def forward(
     return o, final_state, tuple(saved)
 
 
-def backward_summary(call: Call, do: Tensor, dfinal_state: Tensor | None) -> Tensor:
-    """What this rank tells before the backward."""
-    p = call.plan
-    return _ops.segment_summary_bwd.default(
-        do, dfinal_state, *call.operands(), call.g, call.beta, call.A_log, call.dt_bias,
-        p.backward_segments, p.backward_ends, num_ranks=call.num_ranks, scale=call.options["scale"], **call.switches(),
+def backward_summary(
+    call: Call, do: Tensor, dfinal_state: Tensor | None, saved: tuple[Tensor, ...], pieces: Tensor
+) -> Heard:
+    """What this rank tells before the backward, and keeps; `saved`, `pieces`: what the forward kept."""
+    told, dpieces = _ops.segment_summary_bwd.default(
+        do, dfinal_state, *call.operands(), call.g, call.beta, *saved, call.A_log, call.dt_bias, pieces,
+        list(call.plan), num_ranks=call.num_ranks, scale=call.options["scale"], **call.switches(),
     )  # fmt: skip
+    return Heard(told, dpieces)
 
 
 def received_gradients(
-    call: Call, told: Tensor | None, transitions: Tensor | None, dfinal_state: Tensor | None
+    call: Call, heard: Heard | None, forward: Heard | None, dfinal_state: Tensor | None
 ) -> Tensor | None:
-    """The gradient of each local fragment's final state [F,HV,K,V]; `transitions`: what was told before the forward."""
-    if told is not None:
-        assert transitions is not None
-        return call.combine(told, transitions, dfinal_state, backwards=True)
+    """The gradient of each local piece's final state [F,HV,K,V]; `forward`: the exchange before the forward."""
+    if heard is not None:
+        assert forward is not None
+        return call.combine(heard.told, forward.told, dfinal_state, heard.pieces, forward.pieces, backwards=True)
     return None if dfinal_state is None else rows(dfinal_state, call.plan.ends)
 
 

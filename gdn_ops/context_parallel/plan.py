@@ -7,15 +7,21 @@ hands on, S <- M_i S + H_i. Who has to tell what:
 - backward: every fragment but the first tells its dH (the last one's contains the final state's gradient);
 - both: the inner ones, neither first nor last, tell M. A chain of two needs no M at all.
 
+Within a rank a fragment may be cut into pieces (`pieces.py`), a chain of their own of which nobody else knows: all but
+a document's last piece have H, all but the first dH, and those between M.
+
 Each rank has the same number of slots for these, the largest that any rank needs. Unused slots are empty segments.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdn_ops.context_parallel.partition import Partition, Place
+from gdn_ops.context_parallel.pieces import cut_share
+from gdn_ops.shapes import CHUNK
 
 
 class Links(NamedTuple):
@@ -30,7 +36,6 @@ class Links(NamedTuple):
     num_prefixes: int
     num_suffixes: int
     depth: int
-    num_fragments: int
 
 
 def _slots(places: list[Place], num_ranks: int) -> tuple[dict[Place, int], int]:
@@ -61,20 +66,29 @@ def link(part: Partition) -> Links:
         num_prefixes=num_backward,
         num_suffixes=num_forward,
         depth=max((len(chain) - 1 for chain in chains), default=0),
-        # One at least, so that a rank without tokens runs the same ops.
-        num_fragments=max(1, *(len(fragments) for fragments in part.fragments)),
     )
 
 
 class Plan(NamedTuple):
-    """The index tensors of one rank; -1 stands for none. F fragments, N documents, R ranks.
+    """The index tensors of one rank; -1 stands for none. F pieces, N documents, R ranks.
 
-    cu_seqlens int32 [F+1]: local fragments, padded with empty ones.
-    starts, ends [F]: the document that a fragment begins, or ends. first, last [N]: the local fragment that begins a
-    document, or ends it. Then for the exchange: forward_segments int32 [2A] (start, end local tokens of those who tell
-    H), forward_starts [A] (document whose initial state it takes), transition_segments int32 [2M], prefix_fragments
-    [B] (local fragments that receive a state), prefix_sources [B,D] and prefix_transitions [B,D] (whose H and M, in
-    the order of the document), and the mirrors for the backward.
+    A fragment is one piece or, where `pieces.py` cuts it, several; the op's documents are the pieces.
+
+    cu_seqlens int32 [F+1]: local pieces, padded with empty ones.
+    starts, ends [F]: the document that a piece begins, or ends. first, last [N]: the local piece that begins a
+    document, or ends it.
+
+    For the forward's summary, of Q pieces whose H somebody needs: forward_segments int32 [2Q] (start, end local
+    tokens), forward_starts [Q] (document whose initial state a piece takes), forward_table int32 [P+Q,8] (the same as
+    a backend's kernels read it, chunks counted along forward_segments: first the P of which only H is asked for, then
+    those of H and M), transition_segments int32 [2M] (the fragments that tell M), piece_transitions int32 [2Q] (the
+    pieces whose M this rank needs itself, the others empty). The backward's mirrors: backward_segments,
+    backward_ends, backward_table [QB,8], and backward_saved_table, whose chunks are counted along cu_seqlens as those
+    of the op's saved tensors are.
+
+    Then walks S <- M S + H, int32 [paths,steps,3], at each step the row of H, that of M, and the row that the state is
+    written to: fold (the pieces of a fragment: what it tells), prefixes (the fragments before one: what it starts
+    from), spread (from a fragment's first piece, row spread_starts [G], to the others); backwards the mirrors.
     """
 
     cu_seqlens: Tensor
@@ -84,144 +98,318 @@ class Plan(NamedTuple):
     last: Tensor
     forward_segments: Tensor
     forward_starts: Tensor
+    forward_table: Tensor
     transition_segments: Tensor
-    prefix_fragments: Tensor
-    prefix_sources: Tensor
-    prefix_transitions: Tensor
+    piece_transitions: Tensor
+    fold: Tensor
+    prefixes: Tensor
+    spread_starts: Tensor
+    spread: Tensor
     backward_segments: Tensor
     backward_ends: Tensor
-    suffix_fragments: Tensor
-    suffix_sources: Tensor
-    suffix_transitions: Tensor
+    backward_table: Tensor
+    backward_saved_table: Tensor
+    backward_fold: Tensor
+    suffixes: Tensor
+    backward_spread_starts: Tensor
+    backward_spread: Tensor
+
+    @property
+    def num_forward(self) -> int:
+        """A: fragments that tell H, at most."""
+        return self.fold.shape[0]
+
+    @property
+    def num_backward(self) -> int:
+        """B: fragments that tell dH, at most."""
+        return self.backward_fold.shape[0]
+
+    @property
+    def num_transitions(self) -> int:
+        """M: fragments that tell M, at most."""
+        return self.transition_segments.shape[0] // 2
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any fragment of any rank is cut into pieces."""
+        return self.fold.shape[1] > 1
 
 
-def make_plan(part: Partition, rank: int, device: torch.device) -> Plan:
-    """The plan of `rank`, moved to `device` in one copy."""
+class _Pieces:
+    """One rank's pieces: of which fragment each is, and the slots of those that are summarised."""
+
+    def __init__(self, part: Partition, rank: int, pieces: int):
+        self.spans = cut_share(part, rank, pieces)
+        """Per fragment its pieces (first token, one past the last)."""
+        self.number: list[list[int]] = []
+        """Per fragment its pieces' numbers."""
+        count = 0
+        for spans in self.spans:
+            self.number.append(list(range(count, count + len(spans))))
+            count += len(spans)
+        self.count = count
+        self.flat = [span for spans in self.spans for span in spans]
+        self.starts, self.ends = [-1] * count, [-1] * count
+        linked = []
+        for document, chain in enumerate(part.chains):
+            if chain[0].rank == rank:
+                self.starts[self.number[chain[0].fragment][0]] = document
+            if chain[-1].rank == rank:
+                self.ends[self.number[chain[-1].fragment][-1]] = document
+            if len(chain) > 1:
+                linked += [place.fragment for place in chain if place.rank == rank]
+        self.linked = sorted(linked)
+        """The fragments of documents in parts."""
+        chained = [piece for fragment in self.linked for piece in self.number[fragment]]
+        self.forward = [piece for piece in chained if self.ends[piece] < 0]
+        """The pieces whose H somebody needs: all but a document's last."""
+        self.backward = [piece for piece in chained if self.starts[piece] < 0]
+        self.cut = [fragment for fragment in self.linked if len(self.number[fragment]) > 1]
+        own = {piece for fragment in self.cut for piece in self.number[fragment]}
+        self.moves = {piece for piece in self.forward if piece in own and self.starts[piece] < 0}
+        """The pieces whose M this rank needs itself: neither a document's first nor its last."""
+
+    @property
+    def longest(self) -> int:
+        """Pieces of the fragment that has most."""
+        return max((len(self.number[fragment]) for fragment in self.linked), default=1)
+
+
+def pairs(spans: list[tuple[int, int]], count: int) -> list[int]:
+    """(start, end) of each, then empty ones up to `count`, at the end of the last."""
+    end = spans[-1][1] if spans else 0
+    return [x for span in (*spans, *[(end, end)] * (count - len(spans))) for x in span]
+
+
+def _chunks(start: int, end: int) -> int:
+    return -(-(end - start) // CHUNK)
+
+
+def _chunk_starts(bounds: list[int]) -> list[int]:
+    """The first chunk of each document that `bounds` says."""
+    return [0, *itertools.accumulate(_chunks(a, b) for a, b in itertools.pairwise(bounds))]
+
+
+class _Run(NamedTuple):
+    """A row of a kernel's table (`gdn_ops.backends.hopper.chunks`): one piece of a recurrence."""
+
+    first: int
+    last: int
+    chunk: int
+    num_chunks: int
+    document: int
+    start: int
+    stop: int
+    unused: int = 0
+
+
+_NO_RUN = _Run(0, 0, 0, 0, -1, -1, -1)
+
+
+def _table(runs: list[_Run], count: int) -> list[int]:
+    """The longest first, as programs should start."""
+    ordered = sorted(runs, key=lambda run: -run.num_chunks)
+    return [x for run in (*ordered, *[_NO_RUN] * (count - len(runs))) for x in run]
+
+
+class _Sizes(NamedTuple):
+    """Equal on every rank: pieces, those summarised each way (forward: of these without M), fragments that are cut,
+    pieces of one fragment."""
+
+    pieces: int
+    forward: int
+    additions: int
+    backward: int
+    cut: int
+    longest: int
+
+
+def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1) -> Plan:
+    """The plan of `rank`, moved to `device` in one copy; `pieces`: of the largest share of tokens."""
     links = link(part)
-    fragments = part.fragments[rank]
-    bounds = part.local_cu_seqlens(rank)
-    F, N, D = links.num_fragments, part.num_documents, max(links.depth, 1)
-    end = bounds[-1]
-
-    starts, ends = [-1] * F, [-1] * F
+    everyone = [_Pieces(part, r, pieces) for r in range(part.num_ranks)]
+    own = everyone[rank]
+    sizes = _Sizes(
+        # One at least, so that a rank without tokens runs the same ops.
+        pieces=max(1, *(p.count for p in everyone)),
+        forward=max(len(p.forward) for p in everyone),
+        additions=max(len(p.forward) - len(p.moves) for p in everyone),
+        backward=max(len(p.backward) for p in everyone),
+        cut=max(len(p.cut) for p in everyone),
+        longest=max(p.longest for p in everyone),
+    )
+    bounds = [0, *(end for _, end in own.flat)]
+    F, N, D = sizes.pieces, part.num_documents, max(links.depth, 1)
     first, last = [-1] * N, [-1] * N
-    for document, chain in enumerate(part.chains):
-        if chain[0].rank == rank:
-            starts[chain[0].fragment], first[document] = document, chain[0].fragment
-        if chain[-1].rank == rank:
-            ends[chain[-1].fragment], last[document] = document, chain[-1].fragment
+    for piece in range(own.count):
+        if own.starts[piece] >= 0:
+            first[own.starts[piece]] = piece
+        if own.ends[piece] >= 0:
+            last[own.ends[piece]] = piece
+    forward_pairs = pairs([own.flat[piece] for piece in own.forward], sizes.forward)
+    backward_pairs = pairs([own.flat[piece] for piece in own.backward], sizes.backward)
+    transition_spans = [
+        (own.spans[place.fragment][0][0], own.spans[place.fragment][-1][1])
+        for place in sorted(links.transitions)
+        if place.rank == rank
+    ]
 
-    def segments(slots: dict[Place, int], count: int) -> list[int]:
-        pairs = [end] * (2 * count)
-        for place, slot in slots.items():
-            if place.rank == rank:
-                pairs[2 * slot : 2 * slot + 2] = bounds[place.fragment : place.fragment + 2]
-        return pairs
+    def run(piece: int, chunk: int, document: int, start: int, stop: int) -> _Run:
+        return _Run(*own.flat[piece], chunk, _chunks(*own.flat[piece]), document, start, stop)
 
-    def documents(slots: dict[Place, int], count: int, of: list[int]) -> list[int]:
-        found = [-1] * count
-        for place, slot in slots.items():
-            if place.rank == rank:
-                found[slot] = of[place.fragment]
-        return found
+    chunks, saved_chunks = _chunk_starts(forward_pairs), _chunk_starts(bounds)
+    forward = [
+        run(p, chunks[2 * slot], own.starts[p], 0 if p in own.moves else -1, slot) for slot, p in enumerate(own.forward)
+    ]
+    chunks = _chunk_starts(backward_pairs)
+    backward, backward_saved = (
+        [
+            run(p, chunk(slot, p), own.ends[p], slot, -1 if own.ends[p] >= 0 else 0)
+            for slot, p in enumerate(own.backward)
+        ]
+        for chunk in (lambda slot, p: chunks[2 * slot], lambda slot, p: saved_chunks[p])
+    )
+    forward_pieces = [own.flat[p] for p in own.forward]
+    moving = [
+        span if p in own.moves else (span[0], span[0]) for p, span in zip(own.forward, forward_pieces, strict=True)
+    ]
+    forward_slots = {piece: slot for slot, piece in enumerate(own.forward)}
+    backward_slots = {piece: slot for slot, piece in enumerate(own.backward)}
+    walks = _Walks(part, rank, links, own, sizes, forward_slots, backward_slots)
+    pad = [-1] * (F - own.count)
+    fields: dict[str, tuple[list[int], tuple[int, ...]]] = {
+        "cu_seqlens": ([*bounds, *[bounds[-1]] * (F + 1 - len(bounds))], (F + 1,)),
+        "starts": ([*own.starts, *pad], (F,)),
+        "ends": ([*own.ends, *pad], (F,)),
+        "first": (first, (N,)),
+        "last": (last, (N,)),
+        "forward_segments": (forward_pairs, (2 * sizes.forward,)),
+        "forward_starts": (
+            [*(own.starts[p] for p in own.forward), *[-1] * (sizes.forward - len(own.forward))],
+            (sizes.forward,),
+        ),
+        "forward_table": (
+            [
+                *_table([run for run in forward if run.start < 0], sizes.additions),
+                *_table([run for run in forward if run.start >= 0], sizes.forward),
+            ],
+            (sizes.additions + sizes.forward, 8),
+        ),
+        "transition_segments": (pairs(transition_spans, links.num_transitions), (2 * links.num_transitions,)),
+        "piece_transitions": (
+            pairs(moving, sizes.forward) if sizes.longest > 1 else [],
+            (2 * sizes.forward if sizes.longest > 1 else 0,),
+        ),
+        "fold": (walks.fold(), (links.num_forward, sizes.longest, 3)),
+        "prefixes": (walks.prefixes(), (links.num_prefixes, D, 3)),
+        "spread_starts": (walks.spread_starts(), (sizes.cut,)),
+        "spread": (walks.spread(), (sizes.cut, sizes.longest - 1, 3)),
+        "backward_segments": (backward_pairs, (2 * sizes.backward,)),
+        "backward_ends": (
+            [*(own.ends[p] for p in own.backward), *[-1] * (sizes.backward - len(own.backward))],
+            (sizes.backward,),
+        ),
+        "backward_table": (_table(backward, sizes.backward), (sizes.backward, 8)),
+        "backward_saved_table": (_table(backward_saved, sizes.backward), (sizes.backward, 8)),
+        "backward_fold": (walks.backward_fold(), (links.num_backward, sizes.longest, 3)),
+        "suffixes": (walks.suffixes(), (links.num_suffixes, D, 3)),
+        "backward_spread_starts": (walks.backward_spread_starts(), (sizes.cut,)),
+        "backward_spread": (walks.backward_spread(), (sizes.cut, sizes.longest - 1, 3)),
+    }
+    flat = torch.tensor([x for numbers, _ in fields.values() for x in numbers], dtype=torch.int32)
+    moved = flat.to(device, non_blocking=True)
+    parts = moved.split([len(numbers) for numbers, _ in fields.values()])
+    # Graph inputs that are views of one buffer would make the compiler reason about aliases.
+    return Plan(**{name: x.view(shape).clone() for (name, (_, shape)), x in zip(fields.items(), parts, strict=True)})
 
-    def sources(
-        slots: dict[Place, int], count: int, tells: dict[Place, int], num_told: int, backwards: bool
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Per receiving fragment, the gathered rows of those before it (after it), nearest last."""
-        receivers, rows, transitions = [-1] * count, [-1] * (count * D), [-1] * (count * D)
-        for chain in part.chains:
+
+class _Walks(NamedTuple):
+    """One rank's walks, each as the flat numbers of its table."""
+
+    part: Partition
+    rank: int
+    links: Links
+    own: _Pieces
+    sizes: _Sizes
+    forward_slots: dict[int, int]
+    backward_slots: dict[int, int]
+
+    def _move(self, piece: int) -> int:
+        return self.forward_slots[piece] if piece in self.own.moves else -1
+
+    def _folds(self, tells: dict[Place, int], count: int, slots: dict[int, int], *, backwards: bool) -> list[int]:
+        """A path a fragment that tells; the state at its end is what it tells, zero for an unused slot."""
+        paths = [[(-1, -1, -1)] * self.sizes.longest for _ in range(count)]
+        for place, slot in tells.items():
+            if place.rank == self.rank:
+                numbers = self.own.number[place.fragment]
+                for step, piece in enumerate(numbers[::-1] if backwards else numbers):
+                    paths[slot][step] = (slots[piece], self._move(piece) if step else -1, -1)
+        for slot, path in enumerate(paths):
+            path[-1] = (*path[-1][:2], slot)
+        return _flat(paths)
+
+    def fold(self) -> list[int]:
+        return self._folds(self.links.forward, self.links.num_forward, self.forward_slots, backwards=False)
+
+    def backward_fold(self) -> list[int]:
+        return self._folds(self.links.backward, self.links.num_backward, self.backward_slots, backwards=True)
+
+    def _between_ranks(
+        self, slots: dict[Place, int], count: int, tells: dict[Place, int], num_told: int, *, backwards: bool
+    ) -> list[int]:
+        """A path a receiving fragment: the gathered words of those before it (after it), the nearest last."""
+        paths = [[(-1, -1, -1)] * max(self.links.depth, 1) for _ in range(count)]
+        for chain in self.part.chains:
             way = chain[::-1] if backwards else chain
             for i, place in enumerate(way):
-                if i == 0 or place.rank != rank:
+                if i == 0 or place.rank != self.rank:
                     continue
-                slot = slots[place]
-                receivers[slot] = place.fragment
+                path = paths[slots[place]]
                 for j, other in enumerate(way[:i]):
                     # Where no document crosses ranks, each rank hears itself only.
-                    block = other.rank if part.crosses_ranks else 0
-                    rows[slot * D + j] = block * num_told + tells[other]
-                    if j:
-                        transitions[slot * D + j] = block * links.num_transitions + links.transitions[other]
-        return receivers, rows, transitions
+                    block = other.rank if self.part.crosses_ranks else 0
+                    move = block * self.links.num_transitions + self.links.transitions[other] if j else -1
+                    path[j] = (block * num_told + tells[other], move, -1)
+                path[-1] = (*path[-1][:2], self.own.number[place.fragment][-1 if backwards else 0])
+        return _flat(paths)
 
-    prefixes = sources(links.backward, links.num_prefixes, links.forward, links.num_forward, backwards=False)
-    suffixes = sources(links.forward, links.num_suffixes, links.backward, links.num_backward, backwards=True)
-    lists = [
-        [*bounds, *[end] * (F + 1 - len(bounds))],
-        *(starts, ends, first, last),
-        segments(links.forward, links.num_forward),
-        documents(links.forward, links.num_forward, starts),
-        segments(links.transitions, links.num_transitions),
-        *prefixes,
-        segments(links.backward, links.num_backward),
-        documents(links.backward, links.num_backward, ends),
-        *suffixes,
-    ]
-    assert len(fragments) <= F
-    flat = torch.tensor([x for numbers in lists for x in numbers], dtype=torch.int64)
-    moved = flat.to(device, non_blocking=True)
-    parts = moved.split([len(numbers) for numbers in lists])
-    names = dict(zip(Plan._fields, parts, strict=True))
-    for name in ("prefix_sources", "prefix_transitions", "suffix_sources", "suffix_transitions"):
-        names[name] = names[name].view(-1, D)
-    for name in ("cu_seqlens", "forward_segments", "transition_segments", "backward_segments"):
-        names[name] = names[name].to(torch.int32)
-    # Graph inputs that are views of one buffer would make the compiler reason about aliases.
-    return Plan(**{name: x.clone() for name, x in names.items()})
+    def prefixes(self) -> list[int]:
+        links = self.links
+        return self._between_ranks(
+            links.backward, links.num_prefixes, links.forward, links.num_forward, backwards=False
+        )
 
+    def suffixes(self) -> list[int]:
+        links = self.links
+        return self._between_ranks(
+            links.forward, links.num_suffixes, links.backward, links.num_backward, backwards=True
+        )
 
-MAX_WIDTH = 8
-"""The widest causal convolution; its plan reaches MAX_WIDTH - 1 rows back."""
+    def _starts(self, end: int) -> list[int]:
+        own = self.own
+        return [*(own.number[f][end] for f in own.cut), *[-1] * (self.sizes.cut - len(own.cut))]
 
+    def spread_starts(self) -> list[int]:
+        return self._starts(0)
 
-class Halo(NamedTuple):
-    """Where the rows before a rank's fragments lie, for every width up to `MAX_WIDTH`; -1 stands for none.
+    def backward_spread_starts(self) -> list[int]:
+        return self._starts(-1)
 
-    fragments [B]: local fragments that continue a document. sources, distances [B,P]: for the row j + 1 before the
-    fragment, who tells it and how far from its teller's end it is (0: the last row). tellers [A]: local fragments that
-    tell rows. readers, reader_distances [A,P,P]: for each row that this rank tells, which receivers read it, and as
-    their which row (0: nearest).
-    """
+    def _spread(self, slots: dict[int, int], *, backwards: bool) -> list[int]:
+        paths = [[(-1, -1, -1)] * (self.sizes.longest - 1) for _ in range(self.sizes.cut)]
+        for path, fragment in zip(paths, self.own.cut, strict=False):
+            numbers = self.own.number[fragment][:: -1 if backwards else 1]
+            for step, (piece, following) in enumerate(itertools.pairwise(numbers)):
+                path[step] = (slots[piece], self._move(piece), following)
+        return _flat(paths)
 
-    fragments: Tensor
-    sources: Tensor
-    distances: Tensor
-    tellers: Tensor
-    readers: Tensor
-    reader_distances: Tensor
+    def spread(self) -> list[int]:
+        return self._spread(self.forward_slots, backwards=False)
+
+    def backward_spread(self) -> list[int]:
+        return self._spread(self.backward_slots, backwards=True)
 
 
-def make_halo(part: Partition, rank: int, device: torch.device) -> Halo:
-    """The halo plan of `rank`."""
-    links, P = link(part), MAX_WIDTH - 1
-    A, B = links.num_forward, links.num_backward
-    fragments, tellers = torch.full((B,), -1), torch.full((A,), -1)
-    sources, distances = torch.full((B, P), -1), torch.full((B, P), -1)
-    readers, reader_distances = torch.full((A, P, P), -1), torch.full((A, P, P), -1)
-    used: dict[tuple[int, int], int] = {}
-    for place, slot in links.forward.items():
-        if place.rank == rank:
-            tellers[slot] = place.fragment
-    for chain in part.chains:
-        for i, place in enumerate(chain[1:], start=1):
-            slot = links.backward[place]
-            if place.rank == rank:
-                fragments[slot] = place.fragment
-            # The rows before this fragment, nearest first; a short fragment in front leaves room for one before it.
-            behind = [
-                (other, distance)
-                for other in reversed(chain[:i])
-                for distance in range(min(P, part.fragments[other.rank][other.fragment].length))
-            ][:P]
-            for j, (other, distance) in enumerate(behind):
-                block = (other.rank, place.rank) if part.crosses_ranks else (0, 0)
-                teller = links.forward[other]
-                if place.rank == rank:
-                    sources[slot, j], distances[slot, j] = block[0] * A + teller, distance
-                if other.rank == rank:
-                    count = used.get((teller, distance), 0)
-                    used[teller, distance] = count + 1
-                    readers[teller, distance, count] = block[1] * B + slot
-                    reader_distances[teller, distance, count] = j
-    return Halo(*(x.to(device) for x in (fragments, sources, distances, tellers, readers, reader_distances)))
+def _flat(paths: list[list[tuple[int, int, int]]]) -> list[int]:
+    return [x for path in paths for step in path for x in step]

@@ -1,16 +1,20 @@
 """The small ops between the collectives: what a rank tells about its segments, and what it makes of the others' words.
 
-    segment_summary_fwd   per segment H [HV,K,V], the state it hands on (from its initial state if it begins a document,
-                          else from zero), and, for the inner ones, M [HV,K,K], what it makes of the state it gets
-    segment_summary_bwd   per segment dH [HV,K,V], the gradient of the state it got from nothing but its own outputs
-                          (and the final state's gradient, if it ends a document)
-    segment_combine       S <- M S + H along each document: the state of every local fragment; or, with M transposed
+    segment_summary_fwd   per piece H [HV,K,V], the state it hands on (from its initial state if it begins a document,
+                          else from zero), and, for the inner ones, M [HV,K,K], what it makes of the state it gets;
+                          of these what each fragment tells
+    segment_summary_bwd   per piece dH [HV,K,V], the gradient of the state it got from nothing but its own outputs
+                          (and the final state's gradient, if it ends a document); of these what each fragment tells
+    segment_combine       S <- M S + H along each document: the state of every local piece; or, with M transposed
                           and the other way round, its final state's gradient
 
-One rank's words are one flat tensor of fixed size, [A*HV*K*V | M*HV*K*K] elements for A segments and M transitions, so
-one all-gather carries them. H and dH are computed as the op itself computes states, in the operands' dtype. M is
-computed in the accumulation dtype, from operands converted to it: errors of M would be carried over all ranks. That is
-the same chunked recurrence without values (v = 0) started from the identity. Products of M and S are float64.
+One rank's words are one flat tensor of fixed size, [A*HV*K*V | M*HV*K*K] elements for A fragments and M transitions, so
+one all-gather carries them. H and dH are computed as the op itself computes states, in the operands' dtype. The M that
+is told is computed in the accumulation dtype, from operands converted to it: its errors would be carried over all
+ranks. That is the same chunked recurrence without values (v = 0) started from the identity. The M of a piece stays on
+the rank, and may be as exact as the op's own way through the piece: on Hopper it is that way, in the launch of H.
+Where fragments are cut, H, M and dH of the pieces are kept for the walks from piece to piece, transposed, as flat
+tensors [Q*HV*V*K | Q*HV*K*K] (forward) and [QB*HV*V*K] (backward), else nothing is.
 """
 
 from typing import Any
@@ -19,8 +23,9 @@ import torch
 from torch import Tensor
 
 from gdn_ops import counters
-from gdn_ops.ops import _on_cpu, backend_for, lib
-from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target
+from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.ops import _load, _on_cpu, backend_for, lib
+from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
 from gdn_ops.shapes import Inputs, Options, Saved, accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
@@ -28,19 +33,21 @@ _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _SWITCHES = (
     "bool use_qk_l2norm=False, bool use_beta_sigmoid=False, bool allow_neg_eigval=False, bool deterministic=True"
 )
+_SAVED = "Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, Tensor updates, Tensor checkpoints"
 
 SCHEMAS = {
     "segment_summary_fwd": "(Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
-    "Tensor? dt_bias, Tensor segments, Tensor documents, Tensor transition_segments, *, int num_ranks, "
-    f"{_SWITCHES}) -> Tensor",
+    f"Tensor? dt_bias, Tensor[] plan, *, int num_ranks, {_SWITCHES}) -> (Tensor told, Tensor pieces)",
     "segment_summary_bwd": "(Tensor do, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-    "Tensor? A_log, Tensor? dt_bias, Tensor segments, Tensor documents, *, int num_ranks, float scale, "
-    f"{_SWITCHES}) -> Tensor",
-    "segment_combine": "(Tensor told, Tensor transitions, Tensor? states, Tensor documents, Tensor fragments, "
-    "Tensor sources, Tensor transition_sources, *, int num_ranks, int num_heads, int key_dim, int value_dim, "
-    "int num_forward, int num_transitions, bool transposed) -> Tensor",
+    f"{_SAVED}, Tensor? A_log, Tensor? dt_bias, Tensor pieces, Tensor[] plan, *, int num_ranks, float scale, "
+    f"{_SWITCHES}) -> (Tensor told, Tensor dpieces)",
+    "segment_combine": "(Tensor told, Tensor transitions, Tensor? states, Tensor pieces, Tensor piece_transitions, "
+    "Tensor[] plan, *, int num_ranks, int num_heads, int key_dim, int value_dim, bool transposed) -> Tensor",
 }
 """Argument and result lists, by name (namespace `gdn`)."""
+
+_STATES_ONLY = {"gdn_ops.backends.hopper": "hopper.summaries"}
+"""Backends that have kernels for summaries, and the modules with them."""
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -62,153 +69,260 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0 else x.contiguous()
 
 
-def _stops_at_states(backend: Any, inputs: Inputs) -> bool:
-    """Whether a backend has the optional functions that compute states and nothing else."""
-    return hasattr(backend, "final_states") and inputs.q.shape[1] > 0
+def _summaries(inputs: Inputs, options: Options) -> Any:
+    """The module that computes summaries and nothing else, or None: then an ordinary call has to."""
+    name = _STATES_ONLY.get(backend_for(inputs, options).__name__)
+    return None if name is None or inputs.q.shape[1] == 0 else _load(name)
 
 
-def _allocate_states(inputs: Inputs) -> Tensor:
-    assert inputs.cu_seqlens is not None
-    shape = (inputs.cu_seqlens.shape[0] - 1, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3])
-    return inputs.k.new_empty(shape, dtype=accumulator_dtype(inputs.k.dtype))
+# ---- walks
+
+
+def _blocks(flat: Tensor, num_blocks: int, start: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """[blocks,rows,HV,K,V] at `start` of each of the equal blocks of a flat tensor."""
+    count = shape[0] * shape[1] * shape[2] * shape[3]
+    return flat.view(num_blocks, -1)[:, start : start + count].unflatten(1, shape)
+
+
+def walk(
+    out: Tensor, starts: Tensor | None, sources: Tensor, moves: Tensor, steps: Tensor,
+    *, sources_transposed: bool, moves_transposed: bool,
+) -> None:  # fmt: skip
+    """Write the states along paths S <- M S + H to rows of `out` [rows,HV,K,V].
+
+    starts [paths] or None: the row of `out` that a path starts from (none: from zero). sources [blocks,rows,HV,K,V] or
+    transposed, moves [blocks,rows,HV,K,K]. steps int32 [paths,steps,3]: the row of H (-1: the step does not exist), of
+    M (-1: S becomes H), and of `out` (-1: not written).
+    """
+    if steps.numel() == 0:
+        return
+    if out.is_cuda:
+        kernel = _load("triton.walk")
+        if kernel.supports(out, *out.shape[2:]):
+            kernel.walk(
+                out, starts, sources, moves, steps,
+                sources_transposed=sources_transposed, moves_transposed=moves_transposed,
+            )  # fmt: skip
+            return
+    sources = sources.flatten(0, 1)
+    moves = moves.flatten(0, 1)
+    if sources_transposed:
+        sources = sources.transpose(-1, -2)
+    if moves_transposed:
+        moves = moves.transpose(-1, -2)
+    # float64: torch may be allowed to compute float32 products in TF32.
+    state = None if starts is None else rows(out, starts).double()
+    # One row more takes what is not to be written.
+    found = torch.cat([out, out.new_empty((1, *out.shape[1:]))])
+    for source, move, output in steps.long().permute(1, 2, 0):
+        own = rows(sources, source).double()
+        if state is None:
+            state = own
+        else:
+            moved = torch.matmul(rows(moves, move).double(), state)
+            moved = torch.where((move >= 0).view(-1, 1, 1, 1), moved, 0)
+            state = torch.where((source >= 0).view(-1, 1, 1, 1), moved + own, state)
+        found.index_copy_(0, torch.where(output >= 0, output, out.shape[0]), state.to(out.dtype))
+    out.copy_(found[:-1])
+
+
+def _piece_states(pieces: Tensor, HV: int, K: int, V: int, count: int) -> Tensor:
+    """H^T [1,Q,HV,V,K] of the pieces that a summary kept."""
+    return _blocks(pieces, 1, 0, (count, HV, V, K))
+
+
+def _piece_moves(pieces: Tensor, HV: int, K: int, V: int, count: int) -> Tensor:
+    """M^T [1,Q,HV,K,K]; no row where fragments are not cut."""
+    if pieces.shape[0] == 0:
+        return pieces.new_empty((1, 0, HV, K, K))
+    return _blocks(pieces, 1, count * HV * V * K, (count, HV, K, K))
+
+
+# ---- forward
 
 
 def _final_states(inputs: Inputs, options: Options) -> Tensor:
     """The state after each segment [A,HV,K,V], for boundaries that are pairs."""
-    backend = backend_for(inputs, options)
-    if _stops_at_states(backend, inputs):
-        states = _allocate_states(inputs)
-        backend.final_states(states, inputs, options)
-        return states[::2]
     out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=options.use_qk_l2norm, save="none")
-    backend.chunk_fwd(out, inputs, options, "none")
+    backend_for(inputs, options).chunk_fwd(out, inputs, options, "none")
     return out.final_state[::2]
+
+
+def _transitions(inputs: Inputs, segments: Tensor, options: Options) -> Tensor:
+    """M of each segment [M,HV,K,K], in the accumulation dtype."""
+    exact = inputs.k.to(accumulator_dtype(inputs.k.dtype))
+    HV, K = inputs.v.shape[2], inputs.k.shape[3]
+    nothing = exact.new_zeros((1, 1, 1, K)).expand(*exact.shape[:2], HV, K)
+    identity = torch.eye(K, dtype=exact.dtype, device=exact.device).expand(segments.shape[0] - 1, HV, K, K)
+    return _final_states(
+        inputs._replace(q=exact, k=exact, v=nothing, initial_state=identity.contiguous(), cu_seqlens=segments), options
+    )
 
 
 @torch.no_grad()
 def _segment_summary_fwd(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, segments: Tensor, documents: Tensor, transition_segments: Tensor, *,
-    num_ranks: int, **switches: bool,
-) -> Tensor:  # fmt: skip
+    dt_bias: Tensor | None, plan: list[Tensor], *, num_ranks: int, **switches: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if num_ranks > 1:
         counters.count("context_exchanges")
+    p = Plan(*plan)
     k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    acc = accumulator_dtype(k.dtype)
-    told = _allocate_summary(k, v, segments, transition_segments)
+    told, pieces = _allocate_summary(k, v, p)
     options = Options(scale=1.0, **switches)
-    split = documents.shape[0] * HV * K * V
-    if documents.shape[0]:
-        start = None if initial_state is None else _between(rows(initial_state, documents))
-        # The queries do not matter for the state.
-        found = _final_states(Inputs(k, k, v, g, beta, start, segments, A_log, dt_bias), options)
-        told[:split].view(-1, HV, K, V).copy_(found)
-    if transition_segments.shape[0]:
-        exact = k.to(acc)
-        nothing = exact.new_zeros((1, 1, 1, K)).expand(*k.shape[:2], HV, K)
-        identity = torch.eye(K, dtype=acc, device=k.device).expand(transition_segments.shape[0] - 1, HV, K, K)
-        inputs = Inputs(exact, exact, nothing, g, beta, identity.contiguous(), transition_segments, A_log, dt_bias)
-        told[split:].view(-1, HV, K, K).copy_(_final_states(inputs, options))
-    return told
+    count, split = p.forward_starts.shape[0], p.num_forward * HV * K * V
+    # The queries do not matter for the state.
+    inputs = Inputs(k, k, v, g, beta, None, p.forward_segments, A_log, dt_bias)
+    if count:
+        kept = pieces if p.is_cut else told.new_empty((count * HV * V * K,))
+        states, moves = _piece_states(kept, HV, K, V, count), _piece_moves(pieces, HV, K, V, count)
+        summaries = _summaries(inputs, options)
+        if summaries is not None:
+            start = None if initial_state is None else initial_state.contiguous()
+            summaries.segments_fwd(states[0], moves[0], p.forward_table, inputs._replace(initial_state=start), options)
+        else:
+            start = None if initial_state is None else _between(rows(initial_state, p.forward_starts))
+            found = _final_states(inputs._replace(initial_state=start), options)
+            states[0].copy_(found.transpose(-1, -2))
+            if p.is_cut:
+                moves[0].copy_(_transitions(inputs, p.piece_transitions, options).transpose(-1, -2))
+        walk(
+            told[:split].view(-1, HV, K, V), None, states, moves, p.fold,
+            sources_transposed=True, moves_transposed=True,
+        )  # fmt: skip
+    if p.num_transitions:
+        told[split:].view(-1, HV, K, K).copy_(_transitions(inputs, p.transition_segments, options))
+    return told, pieces
 
 
-def _allocate_summary(k: Tensor, v: Tensor, segments: Tensor, transition_segments: Tensor) -> Tensor:
-    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    words = HV * K * (segments.shape[0] // 2 * V + transition_segments.shape[0] // 2 * K)
-    return k.new_empty((words,), dtype=accumulator_dtype(k.dtype))
+def summary_sizes(plan: Plan, HV: int, K: int, V: int) -> tuple[int, int]:
+    """Elements of one rank's words before the forward, and of what is kept of its pieces."""
+    words = HV * K * (plan.num_forward * V + plan.num_transitions * K)
+    return words, plan.forward_starts.shape[0] * HV * K * (V + K) if plan.is_cut else 0
+
+
+def _allocate_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    acc = accumulator_dtype(k.dtype)
+    words, kept = summary_sizes(plan, v.shape[2], k.shape[3], v.shape[3])
+    return k.new_empty((words,), dtype=acc), k.new_empty((kept,), dtype=acc)
 
 
 def _segment_summary_fwd_fake(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, segments: Tensor, documents: Tensor, transition_segments: Tensor, **options: Any,
-) -> Tensor:  # fmt: skip
-    return _allocate_summary(k, v, segments, transition_segments)
+    dt_bias: Tensor | None, plan: list[Tensor], **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _allocate_summary(k, v, Plan(*plan))
+
+
+# ---- backward
 
 
 @torch.no_grad()
 def _segment_summary_bwd(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, segments: Tensor, documents: Tensor, *,
-    num_ranks: int, **options: Any,
-) -> Tensor:  # fmt: skip
+    norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
+    A_log: Tensor | None, dt_bias: Tensor | None, pieces: Tensor, plan: list[Tensor], *, num_ranks: int, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if num_ranks > 1:
         counters.count("context_exchanges")
-    chosen = Options(**options)
+    p, chosen = Plan(*plan), Options(**options)
     q, k, v, do = (_dense(x) for x in (q, k, v, do))
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    end = None if dfinal_state is None else _between(rows(dfinal_state, documents))
-    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, segments, A_log, dt_bias)
-    told = _allocate_gradient_summary(k, v, segments)
-    told.view(-1, HV, K, V).copy_(_initial_state_gradients(do, end, inputs, chosen)[::2])
-    return told
+    told, dpieces = _allocate_gradient_summary(k, v, p)
+    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, p.backward_segments, A_log, dt_bias)
+    count = p.backward_ends.shape[0]
+    if not count:
+        return told, dpieces
+    kept = dpieces if p.is_cut else told.new_empty((count * HV * V * K,))
+    dstates = _piece_states(kept, HV, K, V, count)
+    summaries = _summaries(inputs, chosen)
+    if summaries is not None:
+        end = None if dfinal_state is None else dfinal_state.contiguous()
+        # The op's own matrices, where the forward kept them: their chunks are those of the pieces too.
+        inputs = inputs._replace(cu_seqlens=p.cu_seqlens)
+        saved = saved_matrices(Saved(norms, gates, solve, scores, states, updates, checkpoints), inputs)
+        table = p.backward_saved_table
+        if saved.gates.shape[0] == 0:
+            inputs, table = inputs._replace(cu_seqlens=p.backward_segments), p.backward_table
+        summaries.segments_bwd(dstates[0], do, end, table, inputs, saved, chosen)
+    else:
+        end = None if dfinal_state is None else _between(rows(dfinal_state, p.backward_ends))
+        dstates[0].copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
+    moves = _piece_moves(pieces, HV, K, V, p.forward_starts.shape[0])
+    walk(
+        told.view(-1, HV, K, V), None, dstates, moves, p.backward_fold, sources_transposed=True, moves_transposed=False
+    )
+    return told, dpieces
 
 
 def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options) -> Tensor:
     """The gradient of every document's initial state [N,HV,K,V]. It does not depend on that state."""
-    start = _allocate_states(inputs)
-    backend = backend_for(inputs, options)
-    if _stops_at_states(backend, inputs):
-        backend.initial_state_gradients(start, do, dfinal_state, inputs, options)
-        return start
-    inputs = inputs._replace(initial_state=start.zero_())
+    assert inputs.cu_seqlens is not None
+    shape = (inputs.cu_seqlens.shape[0] - 1, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3])
+    start = inputs.k.new_zeros(shape, dtype=accumulator_dtype(inputs.k.dtype))
+    inputs = inputs._replace(initial_state=start)
     none = start.new_empty((0,))
     out = allocate_chunk_bwd(inputs)
     targets = [
         gradient_target(grad, None, None, x.shape[2], x.shape[3]) for grad, x in zip(out[:3], inputs[:3], strict=True)
     ]
     filled = out._replace(dq=targets[0], dk=targets[1], dv=targets[2])
+    backend = backend_for(inputs, options)
     backend.chunk_bwd(filled, do, dfinal_state, inputs, Saved(*(none,) * len(Saved._fields)), options)
     return out.d_initial_state
 
 
-def _allocate_gradient_summary(k: Tensor, v: Tensor, segments: Tensor) -> Tensor:
-    words = segments.shape[0] // 2 * v.shape[2] * k.shape[3] * v.shape[3]
-    return k.new_empty((words,), dtype=accumulator_dtype(k.dtype))
+def _allocate_gradient_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    acc = accumulator_dtype(k.dtype)
+    state = v.shape[2] * k.shape[3] * v.shape[3]
+    kept = plan.backward_ends.shape[0] if plan.is_cut else 0
+    return k.new_empty((plan.num_backward * state,), dtype=acc), k.new_empty((kept * state,), dtype=acc)
 
 
 def _segment_summary_bwd_fake(
-    do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, segments: Tensor, documents: Tensor, **options: Any,
-) -> Tensor:  # fmt: skip
-    return _allocate_gradient_summary(k, v, segments)
+    do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return _allocate_gradient_summary(k, v, Plan(*rest[-1]))
+
+
+# ---- between
 
 
 @torch.no_grad()
 def _segment_combine(
-    told: Tensor, transitions: Tensor, states: Tensor | None, documents: Tensor, fragments: Tensor, sources: Tensor,
-    transition_sources: Tensor, *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, num_forward: int,
-    num_transitions: int, transposed: bool,
+    told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor,
+    plan: list[Tensor], *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, transposed: bool,
 ) -> Tensor:  # fmt: skip
     HV, K, V = num_heads, key_dim, value_dim
-    summaries = told.view(num_ranks, -1)
-    if not transposed:
-        summaries = summaries[:, : num_forward * HV * K * V]
-    summaries = summaries.reshape(-1, HV, K, V)
-    inner = told.new_empty((0, HV, K, K))
-    if num_transitions:
-        inner = transitions.view(num_ranks, -1)[:, num_forward * HV * K * V :].reshape(-1, HV, K, K)
-    # One row more than there are fragments takes what unused slots compute.
-    out = told.new_zeros((documents.shape[0] + 1, HV, K, V))
-    if states is not None:
-        out[:-1] = rows(states, documents)
-    state = rows(summaries, sources[:, 0]).double()
-    for step in range(1, sources.shape[1]):
-        # float64: torch may be allowed to compute float32 products in TF32.
-        M = rows(inner, transition_sources[:, step]).double()
-        moved = torch.matmul(M.transpose(-1, -2) if transposed else M, state)
-        there = (sources[:, step] >= 0).view(-1, 1, 1, 1)
-        state = torch.where(there, moved + rows(summaries, sources[:, step]).double(), state)
-    place = torch.where(fragments >= 0, fragments, documents.shape[0])
-    out.index_copy_(0, place, state.to(out.dtype))
-    return out[:-1]
+    p = Plan(*plan)
+    documents = p.ends if transposed else p.starts
+    out = told.new_zeros((documents.shape[0], HV, K, V)) if states is None else rows(states, documents)
+    num_told = p.num_backward if transposed else p.num_forward
+    moves = told.new_empty((1, 0, HV, K, K))
+    if p.num_transitions:
+        moves = _blocks(transitions, num_ranks, p.num_forward * HV * K * V, (p.num_transitions, HV, K, K))
+    walk(
+        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), moves, p.suffixes if transposed else p.prefixes,
+        sources_transposed=False, moves_transposed=transposed,
+    )  # fmt: skip
+    if p.is_cut:
+        count = (p.backward_ends if transposed else p.forward_starts).shape[0]
+        walk(
+            out, p.backward_spread_starts if transposed else p.spread_starts,
+            _piece_states(pieces, HV, K, V, count),
+            _piece_moves(piece_transitions, HV, K, V, p.forward_starts.shape[0]),
+            p.backward_spread if transposed else p.spread,
+            sources_transposed=True, moves_transposed=not transposed,
+        )  # fmt: skip
+    return out
 
 
 def _segment_combine_fake(
-    told: Tensor, transitions: Tensor, states: Tensor | None, documents: Tensor, fragments: Tensor, sources: Tensor,
-    transition_sources: Tensor, *, num_heads: int, key_dim: int, value_dim: int, **options: Any,
+    told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor,
+    plan: list[Tensor], *, num_heads: int, key_dim: int, value_dim: int, **options: Any,
 ) -> Tensor:  # fmt: skip
-    return told.new_empty((documents.shape[0], num_heads, key_dim, value_dim))
+    return told.new_empty((Plan(*plan).starts.shape[0], num_heads, key_dim, value_dim))
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {

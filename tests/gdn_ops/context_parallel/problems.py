@@ -91,9 +91,10 @@ def checkpointed(way):
     return functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn)
 
 
-def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", hooks=False):
+def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", hooks=False, pieces=None):
     """The same by all ranks emulated in this process; local results put together again.
 
+    pieces: of the largest rank's share, as for a context.
     hooks: hooks and retain_grad on each rank's q, k and v that change nothing.
     """
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
@@ -118,7 +119,7 @@ def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", h
 
     def function(*flat):
         ranks = [RankInputs(*flat[i : i + widths]) for i in range(0, len(flat), widths)]
-        return emulate(part, ranks, heads=HEADS if form == "packed" else None, save=save, **options)
+        return emulate(part, ranks, heads=HEADS if form == "packed" else None, save=save, pieces=pieces, **options)
 
     results = checkpointed(way)(function, *(x for rank in inputs for x in rank))
     o = part.unshard([o for o, _ in results])

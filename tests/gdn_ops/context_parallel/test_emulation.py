@@ -34,6 +34,31 @@ def test_layouts(layout, num_ranks):
     check_against_recurrence(part, problems.batch(CU_SEQLENS), problems.OPTIONS)
 
 
+@pytest.mark.usefixtures("poison_memory")
+@pytest.mark.parametrize("num_ranks, pieces", [(2, 2), (2, 5), (3, 3), (4, 4)])
+def test_pieces(num_ranks, pieces):
+    """A first, an inner and a last fragment of a document, each in pieces; beside documents that stay whole."""
+    cu_seqlens = [0, 70, 70, 1000, 1001]
+    part = partition(cu_seqlens, num_ranks)
+    counts = [make_plan(part, rank, torch.device("cpu"), pieces).cu_seqlens.diff().count_nonzero() for rank in range(2)]
+    assert min(counts) > 2 and max(counts) >= pieces
+    check_against_recurrence(part, problems.batch(cu_seqlens), problems.OPTIONS, pieces=pieces)
+
+
+def test_pieces_change_nothing_but_rounding_in_float64():
+    cu_seqlens = [0, 70, 1000, 1001]
+    tensors = problems.batch(cu_seqlens, dtype=torch.float64)
+    part = partition(cu_seqlens, 3, "zigzag")
+    found = problems.on_ranks(part, tensors, problems.OPTIONS, pieces=4)
+    errors = problems.distance(found, problems.answer(part, tensors, problems.OPTIONS))
+    assert all(errors[name] < 1e-11 for name in ("o", "final_state", "row", "initial_state"))
+
+
+def test_one_rank_with_a_document_in_parts_cuts_them_too():
+    part = partition([0, 600], fragments=[[(0, 250, 350), (0, 0, 250)]])
+    check_against_recurrence(part, problems.batch([0, 600]), problems.OPTIONS, pieces=4)
+
+
 @pytest.mark.parametrize("save", ["inputs", "solve", "states"])
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("form", ["plain", "contiguous", "packed"])
@@ -47,22 +72,23 @@ def test_forms_are_bitwise_the_same(form, gate, save):
     assert [name for name, x in plain.items() if not torch.equal(x, found[name])] == []
 
 
-def ways_that_differ(part, tensors, options):
+def ways_that_differ(part, tensors, options, pieces=None):
     """Ways to call (checkpointed, with hooks, from a row, a second time) whose bits are not those of the plain call."""
-    base = problems.on_ranks(part, tensors, options)
+    base = problems.on_ranks(part, tensors, options, pieces=pieces)
     different = []
     for way in ("direct", "checkpoint", "selective"):
         for how in ({}, {"form": "packed"}, {"form": "contiguous"}, {"hooks": True}):
-            found = problems.on_ranks(part, tensors, options, way=way, **how)
+            found = problems.on_ranks(part, tensors, options, way=way, pieces=pieces, **how)
             different += [f"{way} {how}: {name}" for name, x in base.items() if not torch.equal(x, found[name])]
     return different
 
 
-@pytest.mark.parametrize("gate", [True, False])
-def test_checkpoints_and_hooks_change_no_bit(gate):
-    part = partition(CU_SEQLENS, 3, "zigzag")
+@pytest.mark.parametrize("gate, pieces", [(True, 1), (False, 1), (True, 2)])
+def test_checkpoints_and_hooks_change_no_bit(gate, pieces):
+    cu_seqlens = CU_SEQLENS if pieces == 1 else [0, 66, 67, 600]
+    part = partition(cu_seqlens, 3, "zigzag")
     options = problems.OPTIONS if gate else problems.PLAIN
-    assert ways_that_differ(part, problems.batch(CU_SEQLENS, gate=gate), options) == []
+    assert ways_that_differ(part, problems.batch(cu_seqlens, gate=gate), options, pieces) == []
 
 
 @pytest.mark.usefixtures("poison_memory")
@@ -85,7 +111,7 @@ def test_one_token_per_rank():
 @st.composite
 def partitions(draw):
     """Any documents, cut anywhere, the pieces given to any ranks in any order."""
-    sizes = draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
+    sizes = draw(st.lists(st.integers(0, 300), min_size=1, max_size=4))
     cu_seqlens = [0, *itertools.accumulate(sizes)]
     num_ranks = draw(st.integers(1, 5))
     rows = [[] for _ in range(num_ranks)]
@@ -97,11 +123,11 @@ def partitions(draw):
     return partition(cu_seqlens, fragments=rows)
 
 
-@given(partitions(), st.booleans(), st.integers(0, 1000))
+@given(partitions(), st.integers(1, 6), st.booleans(), st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
-def test_random_partitions(part, gate, seed):
+def test_random_partitions(part, pieces, gate, seed):
     tensors = problems.batch(part.cu_seqlens, seed=seed, gate=gate)
-    check_against_recurrence(part, tensors, problems.OPTIONS if gate else problems.PLAIN)
+    check_against_recurrence(part, tensors, problems.OPTIONS if gate else problems.PLAIN, pieces=pieces)
 
 
 def test_long_chain_without_decay():
@@ -125,9 +151,9 @@ def test_transitions_are_as_exact_as_float32_for_bfloat16_operands():
     _, k, _ = problems.split(part.shard(row, 1))
     plan = make_plan(part, 1, torch.device("cpu"))
     words = torch.ops.gdn.segment_summary_fwd(
-        k, k.new_zeros(1, 128, problems.HV, problems.D), g, beta, None, None, None, plan.forward_segments,
-        plan.forward_starts, plan.transition_segments, num_ranks=1, use_qk_l2norm=True,
-    )  # fmt: skip
+        k, k.new_zeros(1, 128, problems.HV, problems.D), g, beta, None, None, None, list(plan), num_ranks=1,
+        use_qk_l2norm=True,
+    )[0]  # fmt: skip
     M = words.view(2, problems.HV, problems.D, problems.D)[1]
     identity = torch.eye(problems.D).expand(1, problems.HV, problems.D, problems.D)
     zero = torch.zeros(1, 128, problems.HV, problems.D)
@@ -240,9 +266,8 @@ def test_gpu_transitions_are_as_exact_as_float32():
     g, beta = torch.zeros(1, T, HV, device="cuda"), torch.full((1, T, HV), 0.5, device="cuda")
     plan = make_plan(part, 1, k.device)
     words = torch.ops.gdn.segment_summary_fwd(
-        k, k.new_zeros(1, T, HV, D), g, beta, None, None, None, plan.forward_segments, plan.forward_starts,
-        plan.transition_segments, num_ranks=1, use_qk_l2norm=True,
-    )  # fmt: skip
+        k, k.new_zeros(1, T, HV, D), g, beta, None, None, None, list(plan), num_ranks=1, use_qk_l2norm=True,
+    )[0]  # fmt: skip
     _, expected = reference.chunk_gated_delta_rule(
         k.double(), k.double(), k.new_zeros((1, T, HV, D), dtype=torch.float64), g, beta,
         initial_state=torch.eye(D, device="cuda", dtype=torch.float64).expand(1, HV, D, D), output_final_state=True,

@@ -15,9 +15,9 @@ CHECKS = (
 )
 OPS = torch.ops.gdn
 HK, HV, D = problems.HEADS
-CU_SEQLENS = [0, 66, 66, 67, 131, 200]
+CU_SEQLENS = [0, 66, 66, 67, 131, 300]
 # One rank whose documents are in parts all the same, in any order.
-PIECES = [(4, 50, 19), (3, 0, 64), (0, 20, 46), (1, 0, 0), (2, 0, 1), (4, 30, 20), (0, 0, 20), (4, 0, 30)]
+PIECES = [(4, 150, 19), (3, 0, 64), (0, 20, 46), (1, 0, 0), (2, 0, 1), (4, 130, 20), (0, 0, 20), (4, 0, 130)]
 PARTS = {1: partition(CU_SEQLENS, fragments=[PIECES]), 3: partition(CU_SEQLENS, 3, "zigzag")}
 
 
@@ -34,11 +34,11 @@ def composite():
     plan = list(context.plan)
     options = {"num_ranks": 1, "group_name": "", "exchange": "saved", "scale": 0.25, "output_final_state": True}
     heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
-    x, weight, bias = torch.randn(200, 12), torch.randn(12, 4), torch.randn(12)
-    conv_rest = (context.plan.cu_seqlens, context.plan.forward_segments, list(context.halo))
+    x, weight, bias = torch.randn(300, 12), torch.randn(12, 4), torch.randn(12)
+    conv_rest = (context.halo.cu_seqlens, context.halo.segments, list(context.halo))
     return {
-        "context_fwd": [((*leaves(*problems.split(row), g, beta, *small), None, None, plan), options)],
-        "context_packed_fwd": [((*leaves(row, g, beta, *small), None, None, plan), heads | options)],
+        "context_fwd": [((*leaves(*problems.split(row), g, beta, *small), None, None, None, plan), options)],
+        "context_packed_fwd": [((*leaves(row, g, beta, *small), None, None, None, plan), heads | options)],
         "context_conv1d": [
             ((*leaves(x, weight, bias), *conv_rest), {"silu": True, "num_ranks": 1, "group_name": ""}),
             ((*leaves(x, weight), None, *conv_rest), {"silu": False, "num_ranks": 1, "group_name": ""}),
@@ -49,31 +49,28 @@ def composite():
 def small(num_ranks):
     """Calls of the ops between the collectives, on the last rank."""
     part, tensors = PARTS[num_ranks], problems.batch(CU_SEQLENS)
-    context = part.context(0) if num_ranks == 1 else emulated(part)
-    plan, halo = context.plan, context.halo
+    context = part.context(0, pieces=5) if num_ranks == 1 else emulated(part)
+    halo, plan = context.halo, list(context.plan)
     row, g, beta = (part.shard(tensors[n], num_ranks - 1) for n in ("row", "g", "beta"))
     q, k, v = problems.split(row)
     gate = (tensors["A_log"], tensors["dt_bias"])
     switches = {"num_ranks": num_ranks, "use_qk_l2norm": True, "use_beta_sigmoid": True}
     forward = (k, v, g, beta, tensors["initial_state"], *gate)
-    forward = (*forward, plan.forward_segments, plan.forward_starts, plan.transition_segments)
-    backward = (torch.randn_like(v), tensors["initial_state"], q, k, v, g, beta, *gate)
-    backward = (*backward, plan.backward_segments, plan.backward_ends)
-    told = torch.cat([OPS.segment_summary_fwd(*forward, **switches)] * num_ranks)
-    heard = torch.cat([OPS.segment_summary_bwd(*backward, **switches, scale=0.25)] * num_ranks)
-    combine = {
-        "num_ranks": num_ranks, "num_heads": HV, "key_dim": D, "value_dim": D,
-        "num_forward": plan.forward_starts.shape[0], "num_transitions": plan.transition_segments.shape[0] // 2,
-    }  # fmt: skip
-    prefixes = (plan.starts, plan.prefix_fragments, plan.prefix_sources, plan.prefix_transitions)
-    suffixes = (plan.ends, plan.suffix_fragments, plan.suffix_sources, plan.suffix_transitions)
+    forward = (*forward, plan)
+    told, pieces = OPS.segment_summary_fwd(*forward, **switches)
+    _, _, *saved = OPS.chunk_fwd(q, k, v, g, beta, None, context.plan.cu_seqlens, *gate, scale=0.25)
+    backward = (torch.randn_like(v), tensors["initial_state"], q, k, v, g, beta, *saved, *gate, pieces, plan)
+    heard, dpieces = OPS.segment_summary_bwd(*backward, **switches, scale=0.25)
+    assert (pieces.numel() > 0, dpieces.numel() > 0) == (num_ranks == 1,) * 2
+    told, heard = torch.cat([told] * num_ranks), torch.cat([heard] * num_ranks)
+    combine = {"num_ranks": num_ranks, "num_heads": HV, "key_dim": D, "value_dim": D}
 
     x, weight, bias = torch.randn(row.shape[1], 12), torch.randn(12, 4), torch.randn(12)
     wide = torch.randn(row.shape[1], 30)[:, 3:15]
-    F = plan.cu_seqlens.shape[0] - 1
+    F = halo.cu_seqlens.shape[0] - 1
     history, none = torch.randn(F, 3, 12), torch.empty(0, 3, 12)
     rows = OPS.causal_conv1d_bwd_history(
-        x, x, weight, bias, history, plan.cu_seqlens, halo.fragments, silu=True, num_ranks=1
+        x, x, weight, bias, history, halo.cu_seqlens, halo.fragments, silu=True, num_ranks=1
     )
     rows = torch.cat([rows] * num_ranks)
     returned = (rows, halo.tellers, halo.readers[:, :3], halo.reader_distances[:, :3])
@@ -81,21 +78,21 @@ def small(num_ranks):
         "segment_summary_fwd": [(forward, switches)],
         "segment_summary_bwd": [(backward, switches | {"scale": 0.25})],
         "segment_combine": [
-            ((told, told, tensors["initial_state"], *prefixes), combine | {"transposed": False}),
-            ((heard, told, None, *suffixes), combine | {"transposed": True}),
+            ((told, told, tensors["initial_state"], pieces, pieces, plan), combine | {"transposed": False}),
+            ((heard, told, None, dpieces, pieces, plan), combine | {"transposed": True}),
         ],
         "causal_conv1d_fwd": [
-            ((x, weight, bias, history, plan.cu_seqlens), {"silu": True}),
-            ((wide, weight, None, none, plan.cu_seqlens), {"silu": False}),
+            ((x, weight, bias, history, halo.cu_seqlens), {"silu": True}),
+            ((wide, weight, None, none, halo.cu_seqlens), {"silu": False}),
         ],
         "causal_conv1d_bwd": [
-            ((wide, x, weight, bias, history, history, plan.cu_seqlens), {"silu": True}),
-            ((x.T.contiguous().T, wide, weight, None, none, none, plan.cu_seqlens), {"silu": False}),
+            ((wide, x, weight, bias, history, history, halo.cu_seqlens), {"silu": True}),
+            ((x.T.contiguous().T, wide, weight, None, none, none, halo.cu_seqlens), {"silu": False}),
         ],
         "causal_conv1d_bwd_history": [
-            ((x, wide, weight, bias, history, plan.cu_seqlens, halo.fragments), {"silu": True, "num_ranks": num_ranks})
+            ((x, wide, weight, bias, history, halo.cu_seqlens, halo.fragments), {"silu": True, "num_ranks": num_ranks})
         ],
-        "halo_tell": [((wide, plan.forward_segments), {"depth": 3, "num_ranks": num_ranks})],
+        "halo_tell": [((wide, halo.segments), {"depth": 3, "num_ranks": num_ranks})],
         "halo_return": [(returned, {"num_fragments": F})],
     }  # fmt: skip
 

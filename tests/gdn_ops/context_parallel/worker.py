@@ -48,14 +48,14 @@ def expectation(device, dtype, gate):
 class Rank:
     """One rank's batch, and how to run it in several ways."""
 
-    def __init__(self, device, dtype, layout="zigzag", gate=True, exchange="saved", group=None):
+    def __init__(self, device, dtype, layout="zigzag", gate=True, exchange="saved", group=None, pieces=1):
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.device, self.dtype, self.gate = device, dtype, gate
         self.retained = None
         self.options = problems.OPTIONS if gate else problems.PLAIN
         self.part = partitioned(layout, self.num_ranks)
         self.tensors = {n: x.to(device) for n, x in problems.batch(CU_SEQLENS, dtype=dtype, gate=gate).items()}
-        self.context = self.part.context(self.rank, group or dist.group.WORLD, device, exchange=exchange)
+        self.context = self.part.context(self.rank, group or dist.group.WORLD, device, exchange=exchange, pieces=pieces)
 
     def op(self, row, g, beta, initial_state, A_log=None, dt_bias=None, form="plain", handle=None):
         """The op on this rank's rows, spelled in one of six ways."""
@@ -147,7 +147,7 @@ def case_layouts(device, dtype):
     out = {}
     for layout in LAYOUTS:
         for gate in (True, False):
-            rank = Rank(device, dtype, layout, gate)
+            rank = Rank(device, dtype, layout, gate, pieces=1 if gate else 3)
             with sent_bytes() as sizes:
                 found, stats = rank.run(rank.op)
             again, _ = rank.run(rank.op)
@@ -187,9 +187,10 @@ def ways(rank, forms):
 def case_ways(device, dtype):
     out = {}
     for gate in (True, False):  # also: the L2 norm in the op, on and off
-        rank = Rank(device, dtype, gate=gate)
+        pieces = 1 if gate else 3
+        rank = Rank(device, dtype, gate=gate, pieces=pieces)
         base, _ = rank.run(rank.op)
-        replaying = Rank(device, dtype, gate=gate, exchange="replay")
+        replaying = Rank(device, dtype, gate=gate, exchange="replay", pieces=pieces)
         forms = ("plain", "packed_views", "packed", "contiguous", "hooked", "retained")
         listed = [*ways(rank, forms if gate else forms[:4]), ("replay", replaying.op, 3)]
         for name, function, exchanges in listed:
@@ -207,9 +208,9 @@ def case_ways(device, dtype):
 
 def case_compiled(device, dtype):
     """fullgraph on every rank: equal bits in every mode, and the exchanges of each (the plain way: case_overlap)."""
-    rank = Rank(device, dtype)
+    rank = Rank(device, dtype, pieces=3)
     base, _ = rank.run(rank.op)
-    replaying = Rank(device, dtype, exchange="replay")
+    replaying = Rank(device, dtype, exchange="replay", pieces=3)
     selective = functools.partial(create_selective_checkpoint_contexts, gdn_ops.checkpoint_policy)
     inductor, traced = "inductor", "aot_eager_decomp_partition"  # the second: as the first, without code generation
     functions = {
