@@ -1,6 +1,7 @@
 """Random batches, their float64 answer, and how far a float32 computation may be from it."""
 
 import functools
+import re
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -129,6 +130,12 @@ def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", h
     grads = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
     assert all(k.grad is not None for k in retained)
     return {"o": o.detach(), "final_state": final.detach(), **grads}
+
+
+def graph_text(graph):
+    """The nodes of a graph; which of a host's GPUs they are on is left out, as that differs from rank to rank."""
+    text = "\n".join(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
+    return re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", text)
 
 
 def distance(found, expected):

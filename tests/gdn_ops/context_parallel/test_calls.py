@@ -6,6 +6,8 @@ import problems
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gdn_ops
@@ -77,6 +79,19 @@ def test_compiled_inference_and_training():
     gdn_ops.reset_stats()
     run(compiled, PARTS)
     assert gdn_ops.stats().packed_gradients == 1
+
+
+def test_the_text_of_a_graph_does_not_say_which_gpu_it_is_for():
+    """As ranks compare their graphs in `test_distributed.py`, where each has a GPU of its own."""
+    texts = []
+    for index in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.empty(3, 4, device=f"cuda:{index}")
+            graph = make_fx(segments.rows)(x, torch.empty(2, dtype=torch.int32, device=x.device)).graph
+        assert any(node.kwargs.get("device") == x.device for node in graph.nodes)
+        texts.append(problems.graph_text(graph))
+    assert texts[0] == texts[1]
+    assert "aten.index_select" in texts[0]
 
 
 def test_another_batch_of_equal_sizes_is_not_compiled_again():

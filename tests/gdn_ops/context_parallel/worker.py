@@ -273,11 +273,11 @@ def case_graphs(device, dtype):
     """The text of the joint graph, which must be the same on every rank, and the collectives in it."""
     from torch._dynamo.backends.common import aot_autograd
 
-    rank = Rank(device, dtype)
+    rank = Rank(device, dtype, pieces=3)
     texts = []
 
     def keep(graph, inputs):
-        texts.append("\n".join(f"{n.op} {n.target} {n.args} {n.kwargs}" for n in graph.graph.nodes))
+        texts.append(problems.graph_text(graph.graph))
         return graph
 
     torch._dynamo.reset()
