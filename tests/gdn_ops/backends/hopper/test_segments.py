@@ -167,7 +167,7 @@ def test_table_tiles_every_document() -> None:
 
 
 def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any lengths: every chunk in one segment, no segment of a document that is cut empty, cuts in the rows for them."""
+    """Any lengths: every chunk in one segment, no segment of a cut document empty, no more cuts than rows for them."""
     monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 16)
     lots = random.Random(0)
     for _ in range(60):
@@ -187,7 +187,7 @@ def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("HV", [1, 4, 8, 16, 32, 40])
 def test_one_long_document_fills_the_chip(HV: int) -> None:
-    """As many segments as run at once with outputs, lengths for which both launches of a direction take equally long."""
+    """As many segments as run at once with outputs, with lengths for which a launch's programs take equally long."""
     rule = segment_rule(shapes.Sizes(1, 32768, 1, HV, HV, 128, 128, 512))
     chunks = chunk_table(None, 1, 32768, 512, rule, torch.empty(0))
     lengths = [row[3] for row in chunks.segments.tolist()]
