@@ -1,6 +1,7 @@
 """The short causal convolution before GDN, over fragments: its first tokens need rows that another rank may hold.
 
-    forward    halo_tell (last rows of fragments that go on elsewhere) -> all-gather -> gdn::causal_conv1d_fwd
+    forward    halo_tell (last rows of fragments that go on elsewhere) -> all-gather -> halo_place (before the
+               fragments that they go on in) -> gdn::causal_conv1d_fwd
     backward   causal_conv1d_bwd_history (gradients of the rows that came) -> all-gather -> halo_return (what the
                others' tokens add to this rank's last rows) -> gdn::causal_conv1d_bwd, which adds that before it rounds
 
@@ -32,8 +33,9 @@ SCHEMAS = {
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
     "causal_conv1d_bwd_history": f"(Tensor dy, {_ARGS}, Tensor cu_seqlens, Tensor fragments, *, bool silu, "
     "int num_ranks) -> Tensor",
-    "halo_tell": "(Tensor x, Tensor segments, *, SymInt depth, int num_ranks) -> Tensor",
-    "halo_return": "(Tensor told, Tensor tellers, Tensor rows, Tensor positions, *, SymInt num_fragments) -> Tensor",
+    "halo_tell": "(Tensor x, Tensor tokens, *, SymInt depth, int num_ranks) -> Tensor",
+    "halo_place": "(Tensor heard, Tensor sources, Tensor distances) -> Tensor",
+    "halo_return": "(Tensor told, Tensor readers, Tensor positions) -> Tensor",
 }
 """Argument and result lists, by name (namespace `gdn`). x is [T,W]; history, tails [F,width-1,W] or zero rows."""
 
@@ -106,37 +108,58 @@ def _bwd_history_fake(
     return x.new_empty(shape, dtype=accumulator_dtype(x.dtype))
 
 
+def _rows(x: Tensor) -> Any:
+    """The module with the kernel that moves rows, or None: then torch operations do."""
+    return _load("triton.rows") if _backend(x).__name__ == "gdn_ops.backends.triton.conv" else None
+
+
+def _picked(x: Tensor, row: Tensor, position: Tensor | None, depth: int, *, reads_backwards: bool) -> Tensor:
+    """[N,depth,W] the rows (or rows of groups [M,depth,W]) of x that [N,depth] say, zeros where there are none."""
+    row = row.long()
+    there = row >= 0
+    if position is None:
+        value = x[row.clamp(min=0)] if x.shape[0] else x.new_zeros((*row.shape, x.shape[-1]))
+    else:
+        # A narrower convolution reaches less far back than the plan does.
+        there = there & (position < depth)
+        position = position.long().clamp(min=0, max=depth - 1)
+        value = x[row.clamp(min=0), depth - 1 - position if reads_backwards else position]
+    return torch.where(there[..., None], value, 0)
+
+
 @torch.no_grad()
-def _halo_tell(x: Tensor, segments: Tensor, *, depth: int, num_ranks: int) -> Tensor:
+def _halo_tell(x: Tensor, tokens: Tensor, *, depth: int, num_ranks: int) -> Tensor:
     """[A,depth,W] the last rows of each segment, nearest to its end first; zeros where it is shorter."""
     if num_ranks > 1:
         counters.count("context_exchanges")
-    start, end = segments.long().view(-1, 2).unbind(1)
-    token = end[:, None] - 1 - torch.arange(depth, device=segments.device)
-    if x.shape[0] == 0:
-        return x.new_zeros((*token.shape, x.shape[1]))
-    there = token >= start[:, None]
-    return torch.where(there[..., None], x[token.clamp(min=0)], 0).contiguous()
+    x, kernel = _dense_last(x, "input_copies"), _rows(x)
+    if kernel is not None:
+        return kernel.move_rows(x, tokens, None, depth, reads_backwards=False, writes_backwards=False)
+    return _picked(x, tokens[:, :depth], None, depth, reads_backwards=False).contiguous()
 
 
 @torch.no_grad()
-def _halo_return(told: Tensor, tellers: Tensor, rows: Tensor, positions: Tensor, *, num_fragments: int) -> Tensor:
+def _halo_place(heard: Tensor, sources: Tensor, distances: Tensor) -> Tensor:
+    """[F,depth,W] the rows before each fragment, oldest first; heard [R*A,depth,W]: what `halo_tell` told."""
+    depth, kernel = heard.shape[1], _rows(heard)
+    if kernel is not None:
+        return kernel.move_rows(heard, sources, distances, depth, reads_backwards=False, writes_backwards=True)
+    return _picked(heard, sources[:, :depth], distances[:, :depth], depth, reads_backwards=False).flip(1)
+
+
+@torch.no_grad()
+def _halo_return(told: Tensor, readers: Tensor, positions: Tensor) -> Tensor:
     """[F,depth,W] what readers found for each fragment's last rows, newest last; float32 sums in a fixed order.
 
-    told [R*B,depth,W], oldest first, is every rank's `causal_conv1d_bwd_history`; rows, positions [A,depth,readers].
+    told [R*B,depth,W], oldest first, is every rank's `causal_conv1d_bwd_history`; readers, positions [F,P,S].
     """
-    depth = told.shape[1]
-    found = told.new_zeros((*rows.shape[:2], told.shape[2]))
-    for reader in range(rows.shape[2]):
-        row, position = rows[..., reader], positions[..., reader]
-        # A narrower convolution reaches less far back than the plan does.
-        reads = (row >= 0) & (position < depth)
-        value = told[row.clamp(min=0), depth - 1 - position.clamp(min=0, max=depth - 1)]
-        found += torch.where(reads[..., None], value, 0)
-    # One row more than there are fragments takes what unused slots compute.
-    out = told.new_zeros((num_fragments + 1, depth, told.shape[2]))
-    out.index_copy_(0, torch.where(tellers >= 0, tellers, num_fragments), found.flip(1))
-    return out[:-1]
+    depth, kernel = told.shape[1], _rows(told)
+    if kernel is not None:
+        return kernel.move_rows(told, readers, positions, depth, reads_backwards=True, writes_backwards=True)
+    found = told.new_zeros((readers.shape[0], depth, told.shape[2]))
+    for reader, position in zip(readers[:, :depth].unbind(2), positions[:, :depth].unbind(2), strict=True):
+        found += _picked(told, reader, position, depth, reads_backwards=True)
+    return found.flip(1)
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
@@ -145,11 +168,15 @@ _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "causal_conv1d_bwd_history": (_bwd_history, _bwd_history_fake),
     "halo_tell": (
         _halo_tell,
-        lambda x, segments, *, depth, num_ranks: x.new_empty((segments.shape[0] // 2, depth, x.shape[1])),
+        lambda x, tokens, *, depth, num_ranks: x.new_empty((tokens.shape[0], depth, x.shape[1])),
+    ),
+    "halo_place": (
+        _halo_place,
+        lambda heard, sources, distances: heard.new_empty((sources.shape[0], *heard.shape[1:])),
     ),
     "halo_return": (
         _halo_return,
-        lambda told, *args, num_fragments: told.new_empty((num_fragments, *told.shape[1:])),
+        lambda told, readers, positions: told.new_empty((readers.shape[0], *told.shape[1:])),
     ),
 }
 for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
@@ -159,18 +186,13 @@ for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
     torch.library.register_fake(f"gdn::{_name}", _fake, lib=lib)
 
 
-def _history(x: Tensor, depth: int, cu_seqlens: Tensor, segments: Tensor, halo: Halo | None, ranks: Any) -> Tensor:
+def _history(x: Tensor, depth: int, halo: Halo | None, ranks: Any) -> Tensor:
     """[F,depth,W], oldest first, zeros before a document's first token; zero rows where no document is in parts."""
     if halo is None or halo.fragments.shape[0] == 0:
         return x.new_empty((0, depth, x.shape[1]))
-    told = torch.ops.gdn.halo_tell.default(x, segments, depth=depth, num_ranks=ranks[0])
+    told = torch.ops.gdn.halo_tell.default(x, halo.tokens, depth=depth, num_ranks=ranks[0])
     heard = gather(told.view(-1), ranks[0], ranks[1], "convolution rows").view(-1, depth, x.shape[1])
-    row, back = halo.sources[:, :depth], halo.distances[:, :depth]
-    near = torch.where((row >= 0)[..., None], heard[row.clamp(min=0), back.clamp(min=0)], 0)
-    num_fragments = cu_seqlens.shape[0] - 1
-    place = torch.where(halo.fragments >= 0, halo.fragments, num_fragments)
-    padded = x.new_zeros((num_fragments + 1, depth, x.shape[1]))
-    return padded.index_copy(0, place, near.flip(1))[:-1]
+    return torch.ops.gdn.halo_place.default(heard, halo.sources, halo.distances)
 
 
 def _tails(
@@ -185,21 +207,18 @@ def _tails(
         dy, x, weight, bias, history, cu_seqlens, halo.fragments, silu=silu, num_ranks=ranks[0]
     )
     heard = gather(told.view(-1), ranks[0], ranks[1], "convolution row gradients").view(-1, depth, x.shape[1])
-    return torch.ops.gdn.halo_return.default(
-        heard, halo.tellers, halo.readers[:, :depth], halo.reader_distances[:, :depth],
-        num_fragments=cu_seqlens.shape[0] - 1,
-    )  # fmt: skip
+    return torch.ops.gdn.halo_return.default(heard, halo.readers, halo.reader_distances)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, segments: Any, silu: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, silu: bool,
         ranks: tuple[int, str], *halo: Tensor,
     ) -> Tensor:  # fmt: skip
         found = Halo(*halo) if halo else None
         with torch._C._AutoDispatchBelowAutograd():
-            history = _history(x, weight.shape[1] - 1, cu_seqlens, segments, found, ranks)
+            history = _history(x, weight.shape[1] - 1, found, ranks)
             y = torch.ops.gdn.causal_conv1d_fwd.default(x, weight, bias, history, cu_seqlens, silu=silu)
         ctx.save_for_backward(x, weight, bias, history, cu_seqlens, *halo)
         ctx.meta = silu, ranks
@@ -215,31 +234,31 @@ class _Conv(torch.autograd.Function):
             dx, dweight, dbias = torch.ops.gdn.causal_conv1d_bwd.default(
                 dy, x, weight, bias, history, tails, cu_seqlens, silu=silu
             )
-        return dx, dweight, None if bias is None else dbias, *(None,) * (4 + len(halo))
+        return dx, dweight, None if bias is None else dbias, *(None,) * (3 + len(halo))
 
 
 def _direct(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bounds: Tensor, segments: Any, halo: list[Tensor], *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, bounds: Tensor, halo: list[Tensor], *,
     silu: bool, num_ranks: int, group_name: str,
 ) -> Tensor:  # fmt: skip
     found = Halo(*halo) if halo else None
-    history = _history(x, weight.shape[1] - 1, bounds, segments, found, (num_ranks, group_name))
+    history = _history(x, weight.shape[1] - 1, found, (num_ranks, group_name))
     return torch.ops.gdn.causal_conv1d_fwd.default(x, weight, bias, history, bounds, silu=silu)
 
 
 def _autograd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bounds: Tensor, segments: Any, halo: list[Tensor], *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, bounds: Tensor, halo: list[Tensor], *,
     silu: bool, num_ranks: int, group_name: str,
 ) -> Tensor:  # fmt: skip
     _refuse_forward_mode((x, weight, bias))
     if _needs_graph((x, weight, bias)):
-        return _Conv.apply(x, weight, bias, bounds, segments, silu, (num_ranks, group_name), *halo)
+        return _Conv.apply(x, weight, bias, bounds, silu, (num_ranks, group_name), *halo)
     with torch._C._AutoDispatchBelowAutograd():
-        return _direct(x, weight, bias, bounds, segments, halo, silu=silu, num_ranks=num_ranks, group_name=group_name)
+        return _direct(x, weight, bias, bounds, halo, silu=silu, num_ranks=num_ranks, group_name=group_name)
 
 
 SCHEMAS["context_conv1d"] = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor? segments, Tensor[] halo, *, bool silu, "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor[] halo, *, bool silu, "
     "int num_ranks, str group_name) -> Tensor"
 )
 lib.define("context_conv1d" + SCHEMAS["context_conv1d"], tags=_TAGS)
@@ -284,11 +303,10 @@ def causal_conv1d(
             raise TypeError(f"{name}: expected a floating dtype, got {parameter.dtype}")
     calls.check_context(cp_context, None, cu_seqlens, B, x, -2)
     checks.check_documents(cu_seqlens, B, x.device)
-    segments: Tensor | None = None
     halo: tuple[Tensor, ...] = ()
     ranks = (1, "")
     if cp_context is not None:
-        bounds, segments = cp_context.halo.cu_seqlens, cp_context.halo.segments
+        bounds = cp_context.halo.cu_seqlens
         halo, ranks = tuple(cp_context.halo), (cp_context.exchange_ranks, cp_context.group_name)
     elif cu_seqlens is not None:
         bounds = cu_seqlens
@@ -297,7 +315,7 @@ def causal_conv1d(
     if bounds.shape[0] == 1:  # no document at all: as one empty document
         bounds = bounds.repeat(2)
     y = torch.ops.gdn.context_conv1d(
-        x.reshape(B * T, W), weight, bias, bounds, segments, list(halo),
+        x.reshape(B * T, W), weight, bias, bounds, list(halo),
         silu=activation == "silu", num_ranks=ranks[0], group_name=ranks[1],
     )  # fmt: skip
     return y.view(B, T, W)

@@ -35,7 +35,7 @@ def composite():
     options = {"num_ranks": 1, "group_name": "", "exchange": "saved", "scale": 0.25, "output_final_state": True}
     heads = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
     x, weight, bias = torch.randn(300, 12), torch.randn(12, 4), torch.randn(12)
-    conv_rest = (context.halo.cu_seqlens, context.halo.segments, list(context.halo))
+    conv_rest = (context.halo.cu_seqlens, list(context.halo))
     return {
         "context_fwd": [((*leaves(*problems.split(row), g, beta, *small), None, None, None, plan), options)],
         "context_packed_fwd": [((*leaves(row, g, beta, *small), None, None, None, plan), heads | options)],
@@ -73,7 +73,7 @@ def small(num_ranks):
         x, x, weight, bias, history, halo.cu_seqlens, halo.fragments, silu=True, num_ranks=1
     )
     rows = torch.cat([rows] * num_ranks)
-    returned = (rows, halo.tellers, halo.readers[:, :3], halo.reader_distances[:, :3])
+    heard_rows = torch.cat([OPS.halo_tell(wide, halo.tokens, depth=3, num_ranks=1)] * num_ranks)
     return {
         "segment_summary_fwd": [(forward, switches)],
         "segment_summary_bwd": [(backward, switches | {"scale": 0.25})],
@@ -92,8 +92,9 @@ def small(num_ranks):
         "causal_conv1d_bwd_history": [
             ((x, wide, weight, bias, history, halo.cu_seqlens, halo.fragments), {"silu": True, "num_ranks": num_ranks})
         ],
-        "halo_tell": [((wide, halo.segments), {"depth": 3, "num_ranks": num_ranks})],
-        "halo_return": [(returned, {"num_fragments": F})],
+        "halo_tell": [((wide, halo.tokens), {"depth": 3, "num_ranks": num_ranks})],
+        "halo_place": [((heard_rows, halo.sources, halo.distances), {})],
+        "halo_return": [((rows, halo.readers, halo.reader_distances), {})],
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism's summaries and walks, without a GPU: the kernels' source, emulated."""
+"""Context parallelism's summaries, walks and halo rows, without a GPU: the kernels' source, emulated."""
 
 import pathlib
 import sys
@@ -16,9 +16,11 @@ import oracle
 
 from gdn_ops import ops
 from gdn_ops.backends import hopper, launching
+from gdn_ops.backends.triton import rows
 from gdn_ops.backends.triton import walk as kernel
-from gdn_ops.context_parallel import partition, segments
+from gdn_ops.context_parallel import conv, partition, segments
 from gdn_ops.context_parallel.emulation import RankInputs, emulate
+from gdn_ops.context_parallel.halo import make_halo
 from gdn_ops.shapes import Options
 
 BOUND = 8e-3
@@ -100,3 +102,35 @@ def test_walk_kernel_is_the_torch_form(transposed: bool) -> None:
         segments.walk(expected, first, sources, moves, steps, **how)
         assert (found - expected).abs().max() < 1e-5
         assert torch.equal(found[6], torch.zeros(HV, K, V)) and torch.equal(found[7], out[7])
+
+
+def test_row_kernel_is_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told, placed and returned, for a narrow and the widest convolution; fragments of one and two rows between."""
+    monkeypatch.setattr(rows, "_BLOCK_W", 8)
+    bounds, W = [0, 30, 31], 20
+    pieces = [[(0, 0, 9), (0, 11, 2), (1, 0, 1)], [(0, 10, 1), (0, 13, 17), (0, 9, 1)]]
+    part = partition(bounds, fragments=pieces)
+    halos = [make_halo(part, rank, torch.device("cpu")) for rank in range(2)]
+    assert halos[0].readers.shape[2] > 1, "rows that several fragments read"
+    gen = torch.Generator().manual_seed(0)
+    wide = [torch.randn(part.tokens(rank), W + 9, generator=gen) for rank in range(2)]
+
+    def run(depth: int) -> list[torch.Tensor]:
+        told = [
+            conv._halo_tell(x[:, 5 : 5 + W], h.tokens, depth=depth, num_ranks=1)
+            for x, h in zip(wide, halos, strict=True)
+        ]
+        heard = torch.cat(told)
+        placed = [conv._halo_place(heard, halo.sources, halo.distances) for halo in halos]
+        found = torch.cat([torch.cos(x)[halo.fragments.clamp(min=0)] for x, halo in zip(placed, halos, strict=True)])
+        return [*told, *placed, *(conv._halo_return(found, halo.readers, halo.reader_distances) for halo in halos)]
+
+    for depth in (1, 3, 7):
+        expected = run(depth)
+        with monkeypatch.context() as patch:
+            patch.setattr(conv, "_rows", lambda x: rows)
+            launched.clear()
+            found = run(depth)
+        assert launched == ["_rows_kernel"] * 6
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(x.any() for x in found)
