@@ -22,10 +22,10 @@ PLAIN = [
 ]  # fmt: skip
 LONG = [
     "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel", "_combine_kernel",
-    "_forward_kernel", "_chunk_table_kernel", "_gates_kernel", "_reverse_kernel", "_combine_kernel", "_forward_kernel",
+    "_forward_kernel", "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_combine_kernel",
     "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
-"""With cut documents: summaries and their combination before the outputs and before the state's gradients."""
+"""With cut documents: ends and summaries, their combination, and the rest, forward and backward."""
 TENSOR_CORE_KERNELS = {"_scores_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
 
 
