@@ -47,8 +47,8 @@ from gdn_ops.shapes import Inputs, Options, Sizes
 # H200, 16/48 heads of 128, 32768 tokens, one of two turns (ms, as (warps, stages, block of V)): (8, 3, 64) 1.318;
 # (8, 4, 32) 1.319; (8, 1, 64) 1.387; (8, 3, 32) 1.403. Loading q and k before the loop over V: 1.635 to 1.766.
 # Prefetching the next head's tiles into L2 cost 0.3. The former kernel (tiles of do S and dv S, three loops): 2.32.
-_PIPELINED = Config(num_warps=8, num_stages=3, block_v=32)
-"""Heads of 128 in 16 bits. Blocks of 64 are faster, but only these were compared with float64 on an H200."""
+_PIPELINED = Config(num_warps=8, num_stages=3, block_v=64)
+"""Heads of 128 in 16 bits."""
 _GRADIENTS = {
     (2, 128): Config(num_warps=8, num_stages=1, block_v=64),
     (2, 256): Config(num_warps=8, num_stages=1, block_v=64),

@@ -18,12 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch, padded
+from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch
 from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_chunk, operand
 from gdn_ops.shapes import Inputs, Options, Sizes
 
 # H200, 16/48 heads of 128, 32768 tokens: 0.278 ms with one warp and 8 + 8 (0.322 without the split; prototype).
 _SOLVE = Config(num_warps=1, num_stages=1)
+_BLOCK_K = 16
+"""Channels of k loaded at a time. A whole tile of k takes 255 registers, which leaves room for 8 programs an SM; blocks
+of 16 take 142 (14 programs)."""
 
 
 @triton.jit
@@ -219,7 +222,7 @@ def solve(
     launch(
         _solve_kernel, sizes.num_chunks * sizes.HV,
         (k, chunks, norms, gates, factors, inverse, sizes.T, *k.stride()[:3]),
-        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, BK=min(128, padded(sizes.K)), NORM=options.use_qk_l2norm,
+        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, BK=_BLOCK_K, NORM=options.use_qk_l2norm,
              PRECISION=precision, MERGE_PRECISION=merge_precision),
         _SOLVE.num_warps, _SOLVE.num_stages,
     )  # fmt: skip
