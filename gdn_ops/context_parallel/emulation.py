@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn_ops import checks
 from gdn_ops.context_parallel import path
-from gdn_ops.context_parallel.context import build_for
+from gdn_ops.context_parallel.context import Context, build_for
 from gdn_ops.context_parallel.partition import Partition
 from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
@@ -112,6 +112,13 @@ def _calls(plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, t
     return calls
 
 
+def contexts(
+    part: Partition, device: torch.device | str, num_v_heads: int | None = None, pieces: int | None = None
+) -> list[Context]:
+    """Every rank's context without a group, for `emulate`; the arguments are those of `Partition.context`."""
+    return [build_for(part, rank, "", device, pieces=pieces, num_v_heads=num_v_heads) for rank in range(part.num_ranks)]
+
+
 def emulate(
     part: Partition,
     inputs: Sequence[RankInputs],
@@ -124,6 +131,7 @@ def emulate(
     heads: tuple[int, int, int] | None = None,
     save: str = "solve",
     pieces: int | None = None,
+    cp_contexts: Sequence[Context] | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Run `chunk_gated_delta_rule` on every rank of `part` in this process; returns each rank's (o, final_state).
 
@@ -133,6 +141,7 @@ def emulate(
         heads: (num_qk_heads, num_v_heads, head_dim) if the inputs hold rows.
         save: what is kept for the backward, a word of `gdn_ops.settings`.
         pieces: as for `Partition.context`.
+        cp_contexts: what `contexts` made of the partition before, else it is made here; `pieces` is that of these.
 
     The other options are the op's. Gradients flow to every rank's inputs as they do on a cluster: those of what the
     ranks share (initial states, A_log, dt_bias) add up. Raises ValueError for a wrong number of ranks.
@@ -141,8 +150,7 @@ def emulate(
         raise ValueError(f"inputs: expected one entry a rank, {part.num_ranks}, got {len(inputs)}")
     device = inputs[0].q.device
     q = inputs[0].q
-    num_v_heads = inputs[0].g.shape[-1]
-    contexts = [build_for(part, r, "", device, "saved", pieces, num_v_heads) for r in range(part.num_ranks)]
+    built = contexts(part, device, inputs[0].g.shape[-1], pieces) if cp_contexts is None else cp_contexts
     options = {
         "scale": checks.check_scale(scale, q.shape[-1] if heads is None else heads[2]),
         "use_qk_l2norm": use_qk_l2norm_in_kernel,
@@ -151,8 +159,8 @@ def emulate(
     }
     flat = [x for rank in inputs for x in rank]
     outs = _Emulated.apply(
-        [context.plan for context in contexts],
-        contexts[0].exchange_ranks,
+        [context.plan for context in built],
+        built[0].exchange_ranks,
         options,
         heads,
         save,

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example             gloo on CPUs, NCCL on GPUs
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example --fsdp      parameters sharded by FSDP2 as well
     torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example --figure    time of a step, two GPUs against one
-    python -m gdn_ops.context_parallel.example --figure                         of one GPU, with the convolution's floor
+    torchrun --nproc-per-node 2 -m gdn_ops.context_parallel.example --figure --rows op --pieces 1 2 3 5
+    python -m gdn_ops.context_parallel.example --figure --emulate 2             of one GPU, the work of two ranks on it
 
 Any number of processes will do; without torchrun it runs as one rank. The text is this package's own source, byte by
 byte. Exits with 1 if a loss differs from the one-rank loss by more than rounding, or if the ranks exchange more than
@@ -11,13 +12,14 @@ they should.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gdn_ops
-from gdn_ops.context_parallel import Context, Partition, causal_conv1d, partition
+from gdn_ops.context_parallel import Context, Partition, causal_conv1d, emulation, partition
 from gdn_ops.context_parallel.partition import LAYOUTS
+from gdn_ops.context_parallel.path import gather
+from gdn_ops.context_parallel.pieces import number_of_pieces
+
+ROWS = ("op", "layer", "convolution", "exchange")
+"""What --figure can time."""
 
 # Relative difference of two float32 losses after a few steps; bfloat16 steps drift apart faster.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -97,8 +104,14 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
+    if options.figure and not use_gpu:
+        print("--figure needs a CUDA device for every rank", file=sys.stderr)
+        return 2
+    if options.emulate and (ranks > 1 or not options.figure):
+        print("--emulate is for --figure in one process", file=sys.stderr)
+        return 2
     if ranks > 1:
-        dist.init_process_group("nccl" if use_gpu else "gloo")
+        dist.init_process_group("nccl" if use_gpu else "gloo", device_id=device if use_gpu else None)
     try:
         return _figure(options, rank, ranks, device) if options.figure else _train(options, rank, ranks, device)
     finally:
@@ -117,6 +130,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=0, help="tokens of a batch, all ranks together")
     parser.add_argument("--figure", action="store_true", help="time steps instead of training")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of --figure")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="what --figure times")
+    parser.add_argument("--pieces", nargs="+", type=int, default=[0], help="pieces of a rank's share; 0: by the rule")
+    parser.add_argument("--emulate", type=int, default=0, help="with --figure on one GPU: the work of so many ranks")
     return parser.parse_args(arguments)
 
 
@@ -214,87 +230,172 @@ def say(rank: int, text: str) -> None:
 
 # ---- the figure
 
+HEADS = (16, 48, 128)
+HIDDEN = 2048
 
-def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> int:
-    """Step time of a rank with one document over all ranks, against a rank alone with its own share of tokens."""
-    if device.type != "cuda":
-        print("--figure needs a CUDA device for every rank", file=sys.stderr)
-        return 2
-    total = options.tokens or 32768 * ranks
-    hidden, heads = 2048, (16, 48, 128)
-    torch.manual_seed(0)
-    layer = Layer(hidden, *heads, mlp=False).to(device, torch.bfloat16)
-    part, alone = partition([0, total], ranks, options.layout), partition([0, total // ranks], 1)
-    group = dist.group.WORLD if ranks > 1 else None
-    together, single = part.context(rank, group, device), alone.context(0, None, device)
-    width = (2 * heads[0] + heads[1]) * heads[2]
 
-    def inputs(tokens: int, channels: int) -> Tensor:
-        return torch.randn(1, tokens, channels, device=device, dtype=torch.bfloat16).requires_grad_()
+class Times(NamedTuple):
+    """Milliseconds of a step: until the device has done it, and until the host has issued it."""
 
-    def op(row: Tensor, context: Context) -> Tensor:
-        gates = row.new_zeros((1, row.shape[1], heads[1]), dtype=torch.float32)
+    step: float
+    host: float
+
+
+class _Figure:
+    """Times of a rank with one document over all ranks, against a rank alone with its own share of tokens."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device):
+        self.repeats, self.rank, self.ranks, self.device = options.repeats, rank, ranks, device
+        total = options.tokens or 32768 * (options.emulate or ranks)
+        self.part = partition([0, total], options.emulate or ranks, options.layout)
+        self.alone = partition([0, total // self.part.num_ranks], 1)
+        self.single = self.alone.context(0, None, device)
+        torch.manual_seed(0)
+        self.width = (2 * HEADS[0] + HEADS[1]) * HEADS[2]
+        self.weight = torch.randn(self.width, 4, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def context(self, pieces: int) -> Context:
+        """This rank's context; 0 pieces: by the rule."""
+        group = dist.group.WORLD if self.ranks > 1 else None
+        return self.part.context(self.rank, group, self.device, pieces=pieces or None, num_v_heads=HEADS[1])
+
+    def op(self, row: Tensor, context: Context) -> Tensor:
+        """The op on a packed row."""
+        gates = row.new_zeros((1, row.shape[1], HEADS[1]), dtype=torch.float32)
         o, _ = gdn_ops.chunk_gated_delta_rule_packed(
-            row, gates - 0.05, gates + 0.5, num_qk_heads=heads[0], num_v_heads=heads[1], head_dim=heads[2],
+            row, gates - 0.05, gates + 0.5, num_qk_heads=HEADS[0], num_v_heads=HEADS[1], head_dim=HEADS[2],
             use_qk_l2norm_in_kernel=True, cp_context=context,
         )  # fmt: skip
-        return o
+        return o.flatten(-2)
 
-    weight = torch.randn(width, 4, device=device, dtype=torch.bfloat16).requires_grad_()
+    def convolution(self, row: Tensor, context: Context) -> Tensor:
+        """The convolution of a packed row."""
+        return causal_conv1d(row, self.weight, cp_context=context)
 
-    def convolution(row: Tensor, context: Context) -> Tensor:
-        return causal_conv1d(row, weight, cp_context=context)
+    def time(self, function: Callable[[Tensor, Context], Tensor], context: Context, channels: int, out: int) -> Times:
+        """A forward and a backward of this rank's tokens, with `channels` in and `out` out."""
+        tokens = context.num_tokens
 
-    compiled = torch.compile(layer, fullgraph=True)
-    say(rank, f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, bfloat16, heads {heads}")
-    say(rank, f"one document of {total} tokens, {options.layout}, against {alone.num_tokens} on one rank")
-    say(rank, f"{'ms, forward + backward':<32} {str(ranks) + ' ranks':>10} {'one rank':>10} {'ratio':>7}")
-    rows: tuple[tuple[str, Callable[..., Tensor], int], ...] = (
-        ("op on a packed row", op, width),
-        (f"layer, hidden {hidden}, compiled", compiled, hidden),
-        (f"convolution of {width} channels", convolution, width),
-    )
-    for name, function, channels in rows:
-        times = []
-        for p, r, context in ((part, rank, together), (alone, 0, single)):
-            x = inputs(p.tokens(r), channels)
-            with torch.no_grad():
-                grad = torch.randn_like(function(x, context))
+        def inputs(width: int) -> Tensor:
+            return torch.randn(1, tokens, width, device=self.device, dtype=torch.bfloat16)
 
-            def step(f: Any = function, x: Tensor = x, c: Context = context, do: Tensor = grad) -> None:
-                x.grad = None  # a sum into an earlier gradient would be timed too
-                f(x, c).backward(do)
+        x, grad = inputs(channels).requires_grad_(), inputs(out)
 
-            times.append(_milliseconds(step, options.repeats, ranks))
-        say(rank, f"{name:<32} {times[0]:>10.3f} {times[1]:>10.3f} {times[0] / times[1]:>7.3f}")
-    row, other = (inputs(alone.num_tokens, width).detach() for _ in range(2))
+        def step() -> None:
+            x.grad = None  # a sum into an earlier gradient would be timed too
+            function(x, context).backward(grad)
 
-    def floor() -> None:
-        other.copy_(row)
-        torch.add(row, other, out=other)
+        return self.measure(step)
 
-    # The convolution's forward reads and writes a row; its backward reads two and writes one.
-    say(rank, f"{'the same bytes copied and added':<32} {'':>10} {_milliseconds(floor, options.repeats, ranks):>10.3f}")
+    def compare(
+        self, name: str, function: Callable[[Tensor, Context], Tensor], context: Context, channels: int, out: int
+    ) -> None:
+        """One line: over the ranks, on one, and their ratio."""
+        self.say(name, self.time(function, context, channels, out), self.time(function, self.single, channels, out))
+
+    def say(self, name: str, found: Times | None, single: Times | None) -> None:
+        """Print a line on rank 0."""
+        both = found is not None and single is not None
+        ratio = f"{found.step / single.step:>7.3f}" if both else " " * 7  # type: ignore[union-attr]
+        cells = [" " * 10 if x is None else f"{x:>10.3f}" for x in (found and found.step, single and single.step)]
+        hosts = [" " * 8 if x is None else f"{x.host:>8.3f}" for x in (found, single)]
+        say(self.rank, f"{name:<36} {cells[0]} {cells[1]} {ratio} {hosts[0]} {hosts[1]}")
+
+    def measure(self, step: Callable[[], object]) -> Times:
+        """A step's time among several in a row, as in training: median over repeats of the slowest rank's."""
+        found, steps = [], 5
+        for repeat in range(self.repeats + 3):
+            if self.ranks > 1:
+                dist.barrier()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            took = torch.tensor([time.perf_counter() - started, issued - started], device=self.device) / steps
+            if self.ranks > 1:
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if repeat >= 3:  # the first ones compile and warm up
+                found.append(took.tolist())
+        return Times(*(1e3 * statistics.median(column) for column in zip(*found, strict=True)))
+
+    def gathers(self, sizes: Sequence[int]) -> Callable[[], object]:
+        """The bare all-gathers of messages of so many bytes."""
+        messages = [torch.zeros(size // 4, device=self.device) for size in sizes]
+        context = self.context(1)
+
+        def step() -> None:
+            for message in messages:
+                gather(message, self.ranks, context.group_name, "the figure")
+
+        return step
+
+    def emulated(self, pieces: int) -> tuple[int, Times]:
+        """Pieces, and the time of all ranks' work on this GPU over their number; the exchange is a concatenation."""
+        contexts = emulation.contexts(self.part, self.device, HEADS[1], pieces or None)
+        rows = [
+            torch.randn(1, c.num_tokens, self.width, device=self.device, dtype=torch.bfloat16).requires_grad_()
+            for c in contexts
+        ]
+        gates = [row.new_zeros((1, row.shape[1], HEADS[1]), dtype=torch.float32) for row in rows]
+        grads = [torch.randn(*gate.shape, HEADS[2], device=self.device, dtype=torch.bfloat16) for gate in gates]
+        inputs = [
+            emulation.RankInputs(row, None, None, gate - 0.05, gate + 0.5)
+            for row, gate in zip(rows, gates, strict=True)
+        ]
+
+        def step() -> None:
+            found = emulation.emulate(
+                self.part, inputs, heads=HEADS, use_qk_l2norm_in_kernel=True, cp_contexts=contexts
+            )  # fmt: skip
+            torch.autograd.grad([o for o, _ in found], rows, grads)
+
+        found = self.measure(step)
+        return contexts[0].pieces, Times(*(x / self.part.num_ranks for x in found))
+
+
+def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> int:
+    """Print what was asked for: step times of a rank among others, of one alone, their ratio, and the host's times."""
+    figure = _Figure(options, rank, ranks, device)
+    count, width = figure.part.num_ranks, figure.width
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    say(rank, f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, bfloat16, heads {HEADS}")
+    say(rank, f"one document of {figure.part.num_tokens} tokens, {options.layout}, against {figure.alone.num_tokens} "
+              f"on one rank; {number_of_pieces(figure.part.max_tokens, HEADS[1])} pieces by the rule")  # fmt: skip
+    title = "ms, forward + backward" + (", emulated" if options.emulate else "")
+    say(rank, f"{title:<36} {str(count) + ' ranks':>10} {'one rank':>10} {'ratio':>7} {'host':>8} {'host':>8}")
+    values = HEADS[1] * HEADS[2]
+    if options.emulate:
+        single = figure.time(figure.op, figure.single, width, values)
+        for pieces in options.pieces:
+            used, found = figure.emulated(pieces)
+            figure.say(f"op on packed rows, {used} pieces", found, single)
+        return 0
+    if "op" in options.rows:
+        single = figure.time(figure.op, figure.single, width, values)
+        for pieces in options.pieces:
+            context = figure.context(pieces)
+            found = figure.time(figure.op, context, width, values)
+            figure.say(f"op on a packed row, {context.pieces} pieces", found, single)
+    context = figure.context(options.pieces[0])
+    if "op" in options.rows:
+        figure.compare(f"the same compiled, {context.pieces} pieces", compiled(figure.op), context, width, values)
+    if "layer" in options.rows:
+        layer = compiled(Layer(HIDDEN, *HEADS, mlp=False).to(device, torch.bfloat16))
+        figure.compare(f"layer, hidden {HIDDEN}, compiled", layer, context, HIDDEN, HIDDEN)
+    if "convolution" in options.rows:
+        figure.compare(f"convolution of {width} channels", figure.convolution, context, width, width)
+        figure.compare("the same compiled", compiled(figure.convolution), context, width, width)
+        # The convolution's forward reads and writes a row; its backward reads two and writes one.
+        row, other = (torch.zeros(figure.alone.num_tokens, width, device=device, dtype=torch.bfloat16) for _ in "ab")
+        figure.say("the same bytes copied and added", None, figure.measure(lambda: torch.add(other.copy_(row), row)))
+    if "exchange" in options.rows and ranks > 1:
+        sizes = figure.part.exchange_bytes(num_v_heads=HEADS[1])
+        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes)), None)
+        sizes = figure.part.halo_bytes(channels=width)
+        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes)), None)
     return 0
-
-
-def _milliseconds(step: Callable[[], None], repeats: int, ranks: int) -> float:
-    """A step's time among several in a row, as in training: median over repeats of the slowest rank's."""
-    found, steps = [], 5
-    for repeat in range(repeats + 3):
-        if ranks > 1:
-            dist.barrier()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-        took = torch.tensor((time.perf_counter() - started) / steps, device="cuda")
-        if ranks > 1:
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        if repeat >= 3:  # the first ones compile and warm up
-            found.append(took.item())
-    return 1e3 * statistics.median(found)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gdn_ops.context_parallel import example
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -27,6 +29,20 @@ def test_two_ranks_have_the_loss_of_one(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the losses agree" in done.stdout
     assert "exchanges a step: 4 (one a layer and direction: 4)" in done.stdout
+
+
+def test_figure_of_emulated_ranks_is_a_line_for_each_number_of_pieces(monkeypatch, capsys):
+    """What it prints, on a CPU, whose times mean nothing."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a CPU")
+    monkeypatch.setattr(example, "HEADS", (1, 2, 16))
+    options = example._parse(["--figure", "--emulate", "2", "--tokens", "600", "--repeats", "1", "--pieces", "1", "3"])
+    assert example._figure(options, 0, 1, torch.device("cpu")) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("a CPU, torch")
+    assert [line[:30].strip() for line in lines[2:]] == ["op on packed rows, 1 pieces", "op on packed rows, 3 pieces"]
+    step, single, ratio, *hosts = map(float, lines[-1][30:].split())
+    assert abs(step / single - ratio) < 0.01 and len(hosts) == 2
 
 
 @pytest.mark.distributed
