@@ -71,9 +71,9 @@ def test_configurations_are_data(stage):
 
 
 # Relative RMS errors that may not be exceeded, of o, dq, dk, dv, dg, dbeta, on the inputs of `python -m gdn_ops.bench
-# --accuracy`. All but one kind: the better of flash-linear-attention 0.6.0 and FlashQLA 0.1.3 on an H200, November 2026,
-# on other draws of these distributions. Nearly parallel keys: no peer has been measured on keys as parallel as
-# these, so what this backend erred there on 30 November 2026 and a tenth.
+# --accuracy`. Of nearly parallel keys: what this backend erred on an H200 on 30 November 2026 and a tenth, for no
+# peer was measured on keys as parallel as these. Of the others: the better of flash-linear-attention 0.6.0 and
+# FlashQLA 0.1.3 on an H200, November 2026, on other draws of the same distributions.
 BOUNDS = {
     "base": (3.7e-3, 4.0e-3, 4.1e-3, 3.3e-3, 3.3e-3, 2.9e-3),
     "weak decay": (4.0e-3, 4.2e-3, 5.0e-3, 3.5e-3, 4.6e-3, 3.6e-3),
