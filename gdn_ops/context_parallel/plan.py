@@ -81,8 +81,9 @@ class Plan(NamedTuple):
     For the forward's summary, of Q pieces whose H somebody needs: forward_segments int32 [2Q] (start, end local
     tokens), forward_starts [Q] (document whose initial state a piece takes), forward_table int32 [P+Q,8] (the same as
     a backend's kernels read it, chunks counted along forward_segments: first the P of which only H is asked for, then
-    those of H and M), transition_segments int32 [2M] (the fragments that tell M), piece_transitions int32 [2Q] (the
-    pieces whose M this rank needs itself, the others empty). The backward's mirrors: backward_segments,
+    those of H and M), transition_segments int32 [2L] (the pieces of the fragments that tell M), transition_fold [M,S]
+    (which of these are a fragment's, in order), piece_transitions int32 [2Q] (the pieces whose M this rank needs
+    itself, the others empty). The backward's mirrors: backward_segments,
     backward_ends, backward_table [QB,8], and backward_saved_table, whose chunks are counted along cu_seqlens as those
     of the op's saved tensors are.
 
@@ -100,6 +101,7 @@ class Plan(NamedTuple):
     forward_starts: Tensor
     forward_table: Tensor
     transition_segments: Tensor
+    transition_fold: Tensor
     piece_transitions: Tensor
     fold: Tensor
     prefixes: Tensor
@@ -127,7 +129,7 @@ class Plan(NamedTuple):
     @property
     def num_transitions(self) -> int:
         """M: fragments that tell M, at most."""
-        return self.transition_segments.shape[0] // 2
+        return self.transition_fold.shape[0]
 
     @property
     def is_cut(self) -> bool:
@@ -168,6 +170,9 @@ class _Pieces:
         own = {piece for fragment in self.cut for piece in self.number[fragment]}
         self.moves = {piece for piece in self.forward if piece in own and self.starts[piece] < 0}
         """The pieces whose M this rank needs itself: neither a document's first nor its last."""
+        inner = [place.fragment for chain in part.chains for place in chain[1:-1] if place.rank == rank]
+        self.telling = [piece for fragment in sorted(inner) for piece in self.number[fragment]]
+        """The pieces of fragments that tell M."""
 
     @property
     def longest(self) -> int:
@@ -213,13 +218,14 @@ def _table(runs: list[_Run], count: int) -> list[int]:
 
 
 class _Sizes(NamedTuple):
-    """Equal on every rank: pieces, those summarised each way (forward: of these without M), fragments that are cut,
-    pieces of one fragment."""
+    """Equal on every rank: pieces, those summarised each way (forward: of these without M), those of fragments that
+    tell M, fragments that are cut, pieces of one fragment."""
 
     pieces: int
     forward: int
     additions: int
     backward: int
+    telling: int
     cut: int
     longest: int
 
@@ -235,6 +241,7 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
         forward=max(len(p.forward) for p in everyone),
         additions=max(len(p.forward) - len(p.moves) for p in everyone),
         backward=max(len(p.backward) for p in everyone),
+        telling=max(len(p.telling) for p in everyone),
         cut=max(len(p.cut) for p in everyone),
         longest=max(p.longest for p in everyone),
     )
@@ -248,11 +255,12 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
             last[own.ends[piece]] = piece
     forward_pairs = pairs([own.flat[piece] for piece in own.forward], sizes.forward)
     backward_pairs = pairs([own.flat[piece] for piece in own.backward], sizes.backward)
-    transition_spans = [
-        (own.spans[place.fragment][0][0], own.spans[place.fragment][-1][1])
-        for place in sorted(links.transitions)
-        if place.rank == rank
-    ]
+    transition_pairs = pairs([own.flat[piece] for piece in own.telling], sizes.telling)
+    transition_fold = [[-1] * sizes.longest for _ in range(links.num_transitions)]
+    for place, slot in links.transitions.items():
+        if place.rank == rank:
+            numbers = [own.telling.index(piece) for piece in own.number[place.fragment]]
+            transition_fold[slot][: len(numbers)] = numbers
 
     def run(piece: int, chunk: int, document: int, start: int, stop: int) -> _Run:
         return _Run(*own.flat[piece], chunk, _chunks(*own.flat[piece]), document, start, stop)
@@ -295,7 +303,8 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
             ],
             (sizes.additions + sizes.forward, 8),
         ),
-        "transition_segments": (pairs(transition_spans, links.num_transitions), (2 * links.num_transitions,)),
+        "transition_segments": (transition_pairs, (2 * sizes.telling,)),
+        "transition_fold": ([x for row in transition_fold for x in row], (links.num_transitions, sizes.longest)),
         "piece_transitions": (
             pairs(moving, sizes.forward) if sizes.longest > 1 else [],
             (2 * sizes.forward if sizes.longest > 1 else 0,),

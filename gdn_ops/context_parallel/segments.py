@@ -159,6 +159,18 @@ def _transitions(inputs: Inputs, segments: Tensor, options: Options) -> Tensor:
     )
 
 
+def _products(moves: Tensor, fold: Tensor) -> Tensor:
+    """M of fragments [M,HV,K,K] from M of their pieces, the first piece's on the right; zeros for unused slots."""
+    first, *others = fold.unbind(1)
+    found = rows(moves, first)
+    if others:
+        found = found.double()  # torch may be allowed to compute float32 products in TF32
+    for piece in others:
+        more = torch.matmul(rows(moves, piece).double(), found)
+        found = torch.where((piece >= 0).view(-1, 1, 1, 1), more, found)
+    return found
+
+
 @torch.no_grad()
 def _segment_summary_fwd(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
@@ -192,7 +204,8 @@ def _segment_summary_fwd(
             sources_transposed=True, moves_transposed=True,
         )  # fmt: skip
     if p.num_transitions:
-        told[split:].view(-1, HV, K, K).copy_(_transitions(inputs, p.transition_segments, options))
+        exact = _transitions(inputs, p.transition_segments, options)
+        told[split:].view(-1, HV, K, K).copy_(_products(exact, p.transition_fold))
     return told, pieces
 
 

@@ -140,7 +140,8 @@ def test_long_chain_without_decay():
     check_against_recurrence(part, tensors, options)
 
 
-def test_transitions_are_as_exact_as_float32_for_bfloat16_operands():
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_transitions_are_as_exact_as_float32_for_bfloat16_operands(pieces):
     """Against float64 products of the same bfloat16 keys: 1e-5 is far below bfloat16's 4e-3."""
     from gdn_ops import reference
 
@@ -149,7 +150,8 @@ def test_transitions_are_as_exact_as_float32_for_bfloat16_operands():
     row = problems.batch(cu_seqlens, dtype=torch.bfloat16)["row"]
     g, beta = torch.zeros(1, 128, problems.HV), torch.full((1, 128, problems.HV), 0.5)
     _, k, _ = problems.split(part.shard(row, 1))
-    plan = make_plan(part, 1, torch.device("cpu"))
+    plan = make_plan(part, 1, torch.device("cpu"), pieces)
+    assert plan.is_cut == (pieces > 1)
     words = torch.ops.gdn.segment_summary_fwd(
         k, k.new_zeros(1, 128, problems.HV, problems.D), g, beta, None, None, None, list(plan), num_ranks=1,
         use_qk_l2norm=True,
@@ -220,12 +222,14 @@ def over_budget(errors, one, rounding):
 @pytest.mark.usefixtures("head_size_128")
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
 def test_gpu_layouts_are_within_the_error_budget_of_one_rank(dtype, rounding):
-    tensors = {n: x.cuda() for n, x in problems.batch(CU_SEQLENS, dtype=dtype).items()}
-    for layout in LAYOUTS:
-        errors, one, found = gpu_errors(partition(CU_SEQLENS, 4, layout), tensors, problems.OPTIONS)
-        assert over_budget(errors, one, rounding) == {}, layout
-        again = problems.on_ranks(partition(CU_SEQLENS, 4, layout), tensors, problems.OPTIONS)
-        assert all(torch.equal(x, again[name]) for name, x in found.items()), layout
+    for pieces, cu_seqlens in ((1, CU_SEQLENS), (4, [0, 70, 1000, 1001])):
+        tensors = {n: x.cuda() for n, x in problems.batch(cu_seqlens, dtype=dtype).items()}
+        for layout in LAYOUTS:
+            part = partition(cu_seqlens, 4, layout)
+            errors, one, found = gpu_errors(part, tensors, problems.OPTIONS, pieces=pieces)
+            assert over_budget(errors, one, rounding) == {}, (layout, pieces)
+            again = problems.on_ranks(part, tensors, problems.OPTIONS, pieces=pieces)
+            assert all(torch.equal(x, again[name]) for name, x in found.items()), (layout, pieces)
 
 
 @pytest.mark.gpu
@@ -233,11 +237,12 @@ def test_gpu_layouts_are_within_the_error_budget_of_one_rank(dtype, rounding):
 @pytest.mark.parametrize("gate", [True, False])
 def test_gpu_checkpoints_and_hooks_change_no_bit(gate):
     """Also the norm in the op on and off, plain, packed and contiguous operands, and a second run."""
-    tensors = {n: x.cuda() for n, x in problems.batch(CU_SEQLENS, dtype=torch.bfloat16, gate=gate).items()}
-    part, options = partition(CU_SEQLENS, 3, "zigzag"), problems.OPTIONS if gate else problems.PLAIN
-    errors, one, _ = gpu_errors(part, tensors, options)
+    pieces, cu_seqlens = (1, CU_SEQLENS) if gate else (3, [0, 66, 67, 600])
+    tensors = {n: x.cuda() for n, x in problems.batch(cu_seqlens, dtype=torch.bfloat16, gate=gate).items()}
+    part, options = partition(cu_seqlens, 3, "zigzag"), problems.OPTIONS if gate else problems.PLAIN
+    errors, one, _ = gpu_errors(part, tensors, options, pieces=pieces)
     assert over_budget(errors, one, 8e-3) == {}
-    assert ways_that_differ(part, tensors, options) == []
+    assert ways_that_differ(part, tensors, options, pieces) == []
 
 
 @pytest.mark.gpu
@@ -250,13 +255,15 @@ def test_gpu_long_chain_without_decay(dtype, rounding):
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     part = partition(cu_seqlens, 8)
     assert len(part.chains[0]) == 8
-    errors, one, _ = gpu_errors(part, tensors, options, form="packed")
-    assert over_budget(errors, one, rounding) == {}
+    for pieces in (1, 2):
+        errors, one, _ = gpu_errors(part, tensors, options, form="packed", pieces=pieces)
+        assert over_budget(errors, one, rounding) == {}, pieces
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("head_size_128")
-def test_gpu_transitions_are_as_exact_as_float32():
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_gpu_transitions_are_as_exact_as_float32(pieces):
     """Against float64 products of the same bfloat16 keys, without decay: TF32 would err by 3e-4 and more."""
     from gdn_ops import reference
 
@@ -264,7 +271,7 @@ def test_gpu_transitions_are_as_exact_as_float32():
     part = partition([0, 3 * T], 3)
     k = problems.split(problems.batch([0, T], dtype=torch.bfloat16)["row"].cuda())[1]
     g, beta = torch.zeros(1, T, HV, device="cuda"), torch.full((1, T, HV), 0.5, device="cuda")
-    plan = make_plan(part, 1, k.device)
+    plan = make_plan(part, 1, k.device, pieces)
     words = torch.ops.gdn.segment_summary_fwd(
         k, k.new_zeros(1, T, HV, D), g, beta, None, None, None, list(plan), num_ranks=1, use_qk_l2norm=True,
     )[0]  # fmt: skip

@@ -47,7 +47,10 @@ def test_figure_of_emulated_ranks_is_a_line_for_each_number_of_pieces(monkeypatc
 
 @pytest.mark.distributed
 @pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [(), ("--fsdp", "--compile"), ("--figure", "--repeats", "5")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--fsdp", "--compile", "--steps", "2"), ("--figure", "--repeats", "3", "--rows", "op", "exchange")],
+)
 def test_two_or_four_gpus(arguments):
     count = torch.cuda.device_count()
     if count < 2:
