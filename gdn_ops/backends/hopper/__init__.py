@@ -25,7 +25,7 @@ from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.norms import norms
-from gdn_ops.backends.hopper.reverse import begin_reverse, reverse, reverse_to_start
+from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
 from gdn_ops.backends.hopper.scores import scores
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
@@ -339,56 +339,6 @@ def _gradients_at_cuts(
     )  # fmt: skip
     combine(cut_dstates, transitions, chunks.cuts, backwards=True)
     return cut_dstates
-
-
-def final_states(out: Tensor, inputs: Inputs, options: Options) -> None:
-    """Fill `out` [N,HV,K,V] with the states after the documents and compute nothing else; q is not read.
-
-    For calls that `unsupported_reason` accepts and that have tokens.
-    """
-    s = sizes(inputs)
-    rule = settings.segments(s)
-    with on_device(inputs.q):
-        _, k, v = (_flat(x) for x in inputs[:3])
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, k)
-        kept = _prepare(k, k, inputs, options, s, chunks, has_scores=False)
-        # Without outputs neither q nor scores are read.
-        kept = kept._replace(scores=kept.solve)
-        cuts = None
-        if rule.is_split and rule.num_cuts > 0:
-            cuts = _states_at_cuts(k, k, v, inputs, kept, s, chunks, rule, results=_Results(final_state=out))
-        forward(
-            k, k, v, kept.solve, kept.scores, kept.factors, chunks,
-            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
-            has_begun=cuts is not None, final_state=out,
-        )  # fmt: skip
-
-
-def initial_state_gradients(
-    out: Tensor, do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options
-) -> None:
-    """Fill `out` [N,HV,K,V] with the gradients of the documents' initial states and compute nothing else.
-
-    They depend on no state. For calls that `unsupported_reason` accepts and that have tokens.
-    """
-    s = sizes(inputs)
-    rule = settings.segments(s)
-    with on_device(inputs.q):
-        q, k, v = (_flat(x) for x in inputs[:3])
-        flat_do = _addressable_gradient(do)
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
-        kept = _prepare(q, k, inputs, options, s, chunks)
-        cut_dstates = None
-        if rule.is_split and rule.num_cuts > 0:
-            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
-            assert cuts.transitions is not None
-            cut_dstates = _gradients_at_cuts(
-                q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state=out
-            )
-        reverse_to_start(
-            q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
-            dfinal_state=dfinal_state, d_initial_state=out, cut_dstates=cut_dstates,
-        )  # fmt: skip
 
 
 # ---- layouts

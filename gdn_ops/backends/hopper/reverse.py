@@ -350,17 +350,6 @@ def begin_reverse(
     )  # fmt: skip
 
 
-def reverse_to_start(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, dfinal_state: Tensor | None, d_initial_state: Tensor, cut_dstates: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fill d_initial_state [N,HV,K,V] and nothing else; arguments as for `reverse`."""
-    _launch(
-        q, k, v, do, solve, scores, factors, chunks, None, None, None, dfinal_state, d_initial_state, cut_dstates,
-        range(v.shape[1]), begins=False,
-    )  # fmt: skip
-
-
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,

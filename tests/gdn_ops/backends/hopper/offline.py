@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from gdn_ops.backends import hopper, launching
+from gdn_ops.backends.hopper import summaries
+from gdn_ops.backends.triton import walk
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
 from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
 
@@ -114,9 +116,13 @@ def compile_case(
         do = empty(B, T, HV, D, dtype=dtype)
         hopper.chunk_bwd(grads, do, empty(*out.final_state.shape) if initial else None, inputs, out.saved, options)
         if states_only:
-            states = empty(5 if varlen else B, HV, D, D)
-            hopper.final_states(states, inputs, options)
-            hopper.initial_state_gradients(states, do, None, inputs, options)
+            states, table = empty(4, HV, D, D), empty(5, 8, dtype=torch.int32)
+            summaries.segments_fwd(states, states, table, inputs, options)
+            summaries.segments_bwd(states, do, None, table[1:], inputs, out.saved, options)
+            walk.walk(
+                states, table[:, 0], states[None], states[None], empty(5, 2, 3, dtype=torch.int32),
+                sources_transposed=True, moves_transposed=False,
+            )  # fmt: skip
     finally:
         JITFunction.run = run
         hopper.gradients.__globals__["multiprocessors"] = multiprocessors

@@ -1,5 +1,6 @@
 """The Hopper backend against the float64 recurrence, on the GPU: every case of `measure.ACCURACY`."""
 
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import oracle
 
 from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
+from gdn_ops.backends.hopper import summaries
 from gdn_ops.shapes import Options, segment_rule, sizes
 
 pytestmark = [
@@ -187,16 +189,28 @@ def test_a_captured_call_follows_other_boundaries(chains: int, monkeypatch: pyte
         assert oracle.relative_error(grads.dk.reshape(want.grads["k"].shape), want.grads["k"]) <= BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
-def test_states_alone_have_the_bits_of_a_whole_call(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
-    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=measure.LONG, initial=True, norm=True)
+def test_summaries_of_whole_documents_have_the_bits_of_a_call() -> None:
+    """Context parallelism's H and dH, which start from a document's own states; with the op's matrices and without."""
+    bounds = measure.LONG
+    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=bounds, initial=True, norm=True)
     options = Options(128**-0.5, use_qk_l2norm=True)
-    out = measure.forward_once(inputs, options, "inputs", final=True)
-    grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    with settings.configure(cut_documents=False):
+        out = measure.forward_once(inputs, options, "solve", final=True)
+        grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    forward, backward, chunk = [], [], 0
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        length = -(-(end - start) // 64)
+        forward.append((start, end, chunk, length, n, -1, n, 0))
+        backward.append((start, end, chunk, length, n, n, -1, 0))
+        chunk += length
+    nothing = [(0, 0, 0, 0, -1, -1, -1, 0)] * len(forward)
+    table = torch.tensor([*forward, *nothing], dtype=torch.int32, device="cuda")
     states = torch.full_like(out.final_state, float("nan"))
-    gradients = states.clone()
-    hopper.final_states(states, inputs._replace(q=inputs.k), options)
-    hopper.initial_state_gradients(gradients, do, dfinal, inputs._replace(initial_state=None), options)
-    assert torch.equal(states, out.final_state)
-    assert torch.equal(gradients, grads.d_initial_state)
+    summaries.segments_fwd(states, torch.empty_like(states), table, inputs, options)
+    assert torch.equal(states.mT, out.final_state)
+    none = out.saved._replace(**{name: x[:0] for name, x in out.saved._asdict().items()})
+    for saved in (out.saved, none):
+        gradients = torch.full_like(states, float("nan"))
+        table = torch.tensor(backward, dtype=torch.int32, device="cuda")
+        summaries.segments_bwd(gradients, do, dfinal, table, inputs, saved, options)
+        assert torch.equal(gradients.mT, grads.d_initial_state)

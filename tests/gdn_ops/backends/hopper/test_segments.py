@@ -200,27 +200,6 @@ def test_one_long_document_fills_the_chip(HV: int) -> None:
     assert abs(last - 14 / 16 * inner[0]) <= 2
 
 
-@pytest.mark.parametrize(("chains", "initial"), [(40, True), (0, False)], ids=["segments", "documents"])
-def test_states_alone_have_the_bits_of_a_whole_call(
-    chains: int, initial: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
-    inputs, do, dfinal = oracle.make(device="cpu", **{**CUT, "norm": True})
-    options = Options(128**-0.5, use_qk_l2norm=True)
-    out = measure.forward_once(inputs, options, "inputs", final=True)
-    grads, _ = measure.backward_once(out, do, dfinal if initial else None, inputs, options, packed=False)
-    states = torch.full_like(out.final_state, float("nan"))
-    gradients = states.clone()
-    launched.clear()
-    hopper.final_states(states, inputs._replace(q=inputs.k), options)
-    hopper.initial_state_gradients(
-        gradients, do, dfinal if initial else None, inputs._replace(initial_state=None), options
-    )
-    assert torch.equal(states, out.final_state)
-    assert torch.equal(gradients, grads.d_initial_state)
-    assert "_gradients_kernel" not in launched
-
-
 @pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
 def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents over three ranks: summaries without outputs, results and gradients as of one rank."""
