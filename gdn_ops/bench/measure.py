@@ -74,24 +74,27 @@ def wall_ms(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 HOST_CALLS = 8
-"""Calls in a row that `host_us` times: layers of a model do not wait for the device between them, and a first call finds
-autograd's thread asleep. Few enough for the device's queue of launches."""
+"""Calls in a row that `host_us` times; few enough for the device's queue of launches."""
 
 
 def host_us(run: Callable[[], object], device: str, repeats: int = 20) -> float | None:
-    """Microseconds that a call, one of `HOST_CALLS` in a row, keeps the host busy; None on a CPU, which does the work.
+    """Microseconds that a call, one of several in a row, keeps the host busy; None on a CPU, which does the work.
 
-    The device is idle when the row begins, so that no call waits for a full queue.
+    As in a model, whose layers do not wait for the device and whose backward changes to autograd's own thread once for
+    all of them: the device is idle when the row begins, so that nothing waits for a full queue, and autograd runs in
+    the calling thread.
     """
     if device == "cpu":
         return None
     samples = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            run()
-        samples.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    with torch.autograd.set_multithreading_enabled(False):
+        run()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                run()
+            samples.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
     torch.cuda.synchronize()
     return statistics.median(samples)
 
