@@ -134,7 +134,7 @@ def _record(
     if any(x is not None and x.data_ptr() % 16 for x in args):  # may get another backend than its kind does otherwise
         return _SEEN_ONCE
     copies = _copied(names, args)
-    # As the call written out: who runs it is asked about the copies, which may suit a backend that the originals do not.
+    # As the call written out: the backend is chosen for the copies, which may suit one that the originals do not.
     ready = [x.contiguous() if i in copies else x for i, x in enumerate(args)]
     backend = backend_of(ready, kwargs)
     row = {"row": kwargs["row"]} if "row" in kwargs else {}
