@@ -58,9 +58,9 @@ def run(
         shapes = tuple(tuple(x.shape) for x in (*operands, g))
         signature = (cp_context.serial, shapes, operands[0].dtype, *sorted(options.items()))
         received = recompute_handle.take(signature)
-    states, told, pieces = (None, None, None) if received is None or not received.states.shape[0] else received
+    states, told, moves = (None, None, None) if received is None or not received.states.shape[0] else received
     out = op(
-        *operands, g, beta, initial_state, A_log, dt_bias, states, told, pieces, list(cp_context.plan),
+        *operands, g, beta, initial_state, A_log, dt_bias, states, told, moves, list(cp_context.plan),
         num_ranks=cp_context.exchange_ranks, group_name=cp_context.group_name, exchange=cp_context.exchange, **options,
     )  # fmt: skip
     if recompute_handle is not None and received is None:

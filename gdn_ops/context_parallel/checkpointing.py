@@ -34,11 +34,11 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class Received(NamedTuple):
-    """What a forward made of the exchange: states of the pieces [F,HV,K,V], all ranks' words, and its own pieces'."""
+    """What a forward made of the exchange: states of the pieces [F,HV,K,V], all ranks' words, M of its own pieces."""
 
     states: Tensor
     told: Tensor
-    pieces: Tensor
+    moves: Tensor
 
 
 class RecomputeHandle:

@@ -67,8 +67,7 @@ def build_for(
             raise ValueError(f"{name}: expected at least 1, got {value}")
     where = torch.get_default_device() if device is None else torch.device(device)
     if pieces is None:
-        # A CPU gains nothing by it.
-        pieces = number_of_pieces(part.max_tokens, num_v_heads) if where.type == "cuda" else 1
+        pieces = number_of_pieces(part.max_tokens, num_v_heads) if _gains_by_pieces(where) else 1
     return Context(
         plan=make_plan(part, rank, where, pieces),
         halo=make_halo(part, rank, where),
@@ -79,6 +78,16 @@ def build_for(
         group_name=group_name,
         exchange=exchange,
         pieces=pieces,
+    )
+
+
+def _gains_by_pieces(device: torch.device) -> bool:
+    """Whether summaries cost less there than they save: with the kernels of the Hopper backend."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) == (9, 0)
     )
 
 

@@ -52,7 +52,7 @@ class _Emulated(torch.autograd.Function):
             states = [path.received_states(call, words) for call, words in zip(calls, heard, strict=True)]
             results = [path.forward(call, s, final, save) for call, s in zip(calls, states, strict=True)]
         outs = [x for o, last, _ in results for x in (o, last)]
-        words = [x for rank in heard for x in (rank or (None, None))]
+        words = [x for rank in heard for x in ((None, None) if rank is None else (rank.told, rank.moves))]
         ctx.save_for_backward(*tensors, *words, *states, *(x for *_, saved in results for x in saved))
         ctx.meta = plans, ranks, options, heads
         ctx.num_tensors = len(tensors)
@@ -69,9 +69,7 @@ class _Emulated(torch.autograd.Function):
         tensors, rest = kept[: ctx.num_tensors], kept[ctx.num_tensors :]
         R = len(plans)
         words, states, saved = rest[: 2 * R], rest[2 * R : 3 * R], rest[3 * R :]
-        before = [
-            None if told is None else Heard(told, kept) for told, kept in zip(words[::2], words[1::2], strict=True)
-        ]
+        transitions, moves = words[::2], words[1::2]
         count = len(Saved._fields)
         with torch._C._AutoDispatchBelowAutograd():
             calls = _calls(plans, ranks, options, heads, tensors)
@@ -80,15 +78,11 @@ class _Emulated(torch.autograd.Function):
             kept_of = [tuple(saved[count * i : count * i + count]) for i in range(R)]
             heard: list[Heard | None] = [None] * R
             if calls[0].linked:
-                told = []
-                for i, call in enumerate(calls):
-                    own = before[i]
-                    assert own is not None
-                    told.append(path.backward_summary(call, dos[i], dfinals[i], kept_of[i], own.pieces))
+                told = [path.backward_summary(*x) for x in zip(calls, dos, dfinals, kept_of, moves, strict=True)]
                 heard = _exchange(told, ranks)
             found: list[Tensor | None] = []
             for i, call in enumerate(calls):
-                dlast = path.received_gradients(call, heard[i], before[i], dfinals[i])
+                dlast = path.received_gradients(call, heard[i], transitions[i], dfinals[i])
                 grad = path.backward(call, dos[i], dlast, states[i], kept_of[i])
                 q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
                 found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]

@@ -3,9 +3,9 @@
     context_fwd           as gdn::chunk_fwd, for the fragments of one rank
     context_packed_fwd    as gdn::chunk_packed_fwd
 
-Both return `(o, final_state, <the saved>, states, told, pieces)`: the states that the rank's pieces started from, what
-all ranks told, and H and M of the rank's own pieces. Given back as `received_states`, `received_told` and
-`received_pieces` they spare the exchange and the summary (activation recompute).
+Both return `(o, final_state, <the saved>, states, told, moves)`: the states that the rank's pieces started from, what
+all ranks told, and M of the rank's own pieces. Given back as `received_states`, `received_told` and `received_moves`
+they spare the exchange and the summary (activation recompute).
 The Autograd kernels call the small ops one by one, so a compiler's graph shows them and the collectives between them.
 """
 
@@ -29,7 +29,7 @@ _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _REST = (
     "Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, Tensor? dt_bias, Tensor? received_states, "
-    "Tensor? received_told, Tensor? received_pieces, Tensor[] plan, *, "
+    "Tensor? received_told, Tensor? received_moves, Tensor[] plan, *, "
 )
 _OPTIONS = (
     "int num_ranks, str group_name, str exchange, float scale, bool use_qk_l2norm=False, bool use_beta_sigmoid=False, "
@@ -37,7 +37,7 @@ _OPTIONS = (
 )
 _RESULTS = (
     "(Tensor o, Tensor final_state, Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states, "
-    "Tensor updates, Tensor checkpoints, Tensor piece_states, Tensor told, Tensor pieces)"
+    "Tensor updates, Tensor checkpoints, Tensor piece_states, Tensor told, Tensor moves)"
 )
 SCHEMAS = {
     "context_fwd": f"(Tensor q, Tensor k, Tensor v, {_REST}{_OPTIONS}) -> {_RESULTS}",
@@ -73,8 +73,8 @@ def _run(
     call: Call, kwargs: dict[str, Any], received: _Received
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Heard | None]:
     """The op's outputs without the last three, the pieces' states, and the exchange."""
-    states, told, pieces = received
-    heard = None if told is None or pieces is None else Heard(told, pieces)
+    states, told, moves = received
+    heard = None if told is None or moves is None else Heard(told, moves[:0], moves)
     if states is None:
         heard = _tell(call, kwargs) if call.linked else None
         states = path.received_states(call, heard)
@@ -94,8 +94,13 @@ def _tell(call: Call, kwargs: dict[str, Any]) -> Heard:
 
 def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, heard: Heard | None) -> tuple[Tensor, ...]:
     none = path.empty_states(call)
-    told, pieces = (none.new_empty((0,)) for _ in range(2)) if heard is None else heard
-    return (*out, none if states is None else states, told, pieces)
+    told, moves = (none.new_empty((0,)), _no_moves(call)) if heard is None else (heard.told, heard.moves)
+    return (*out, none if states is None else states, told, moves)
+
+
+def _no_moves(call: Call) -> Tensor:
+    HV, K, _ = call.sizes()
+    return path.empty_states(call).new_empty((0, HV, K, K))
 
 
 class _ContextFwd(torch.autograd.Function):
@@ -110,10 +115,10 @@ class _ContextFwd(torch.autograd.Function):
             out, states, heard = _run(call, kwargs, tensors[split : split + 3])
             result = _outputs(call, out, states, heard)
         keep = kwargs["exchange"] == "saved" or not call.linked
-        told, pieces = (None, None) if heard is None or not keep else heard
+        told, moves = (None, None) if heard is None or not keep else (heard.told, heard.moves)
         if told is not None and plan.num_transitions == 0:
             told = None
-        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told, pieces)
+        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told, moves)
         ctx.kwargs, ctx.num_operands, ctx.from_row, ctx.keep = kwargs, num_operands, from_row, keep
         has_final_state = kwargs.get("output_final_state", False)
         ctx.set_materialize_grads(False)
@@ -128,22 +133,22 @@ class _ContextFwd(torch.autograd.Function):
         count = 3 + split + 3 + len(Plan._fields)
         kwargs = ctx.kwargs
         plan = Plan(*tensors[split : split + len(Plan._fields)])
-        *saved, states, told, pieces = tensors[split + len(Plan._fields) :]
+        *saved, states, told, moves = tensors[split + len(Plan._fields) :]
         with torch._C._AutoDispatchBelowAutograd():
             call = _call(ctx.num_operands, tensors[:split], plan, kwargs)
             if do is None:
                 # Even a rank whose outputs no loss reads takes part: the others' fragments wait for its words.
                 do = path.zero_output_gradient(call)
-            heard, before = None, None
+            heard = None
             if call.linked:
-                if ctx.keep:
-                    before = Heard(pieces.new_empty((0,)) if told is None else told, pieces)
-                else:
+                if not ctx.keep:
                     before = _tell(call, kwargs)
-                    states = path.received_states(call, before)
-                words = path.backward_summary(call, do, dfinal_state, tuple(saved), before.pieces)
+                    states, told, moves = path.received_states(call, before), before.told, before.moves
+                words = path.backward_summary(call, do, dfinal_state, tuple(saved), moves)
                 heard = _gather(words, kwargs, _BACKWARD_WORDS)
-            dfinal_states = path.received_gradients(call, heard, before, dfinal_state)
+                if told is None:
+                    told = words.told.new_empty((0,))
+            dfinal_states = path.received_gradients(call, heard, told, dfinal_state)
             found = path.backward(call, do, dfinal_states, states, tuple(saved), into_row=ctx.from_row)
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[3 : 3 + split], found, strict=True)]
         return (None, None, None, *wanted, *(None,) * (count - 3 - split))
@@ -196,7 +201,8 @@ def _fake(num_operands: int) -> Any:
         words, kept = summary_sizes(plan, *call.sizes()) if call.linked else (0, 0)
         acc = accumulator_dtype(q.dtype)
         told = q.new_empty((words * (kwargs["num_ranks"] if kwargs["group_name"] else 1),), dtype=acc)
-        return (*out.returned, states, told, q.new_empty((kept,), dtype=acc))
+        HV, K, _ = call.sizes()
+        return (*out.returned, states, told, q.new_empty((kept, HV, K, K), dtype=acc))
 
     return run
 

@@ -70,38 +70,39 @@ class Call(NamedTuple):
         return self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
     def combine(
-        self, told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor, *,
+        self, told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor, *,
         backwards: bool,
     ) -> Tensor:  # fmt: skip
         """`gdn::segment_combine` over this call's plan."""
         HV, K, V = self.sizes()
         return _ops.segment_combine.default(
-            told, transitions, states, pieces, piece_transitions, list(self.plan),
+            told, transitions, states, additions, moves, list(self.plan),
             num_ranks=self.num_ranks, num_heads=HV, key_dim=K, value_dim=V, transposed=backwards,
         )  # fmt: skip
 
 
 class Heard(NamedTuple):
-    """Of an exchange before a forward: all ranks' words, and what this rank keeps of its own pieces."""
+    """Of an exchange: the words of all ranks (before it, this one's), and of this rank's own pieces H or dH, and M."""
 
     told: Tensor
-    pieces: Tensor
+    additions: Tensor
+    moves: Tensor
 
 
 def forward_summary(call: Call) -> Heard:
     """What this rank tells before the forward, and what it keeps."""
     _, k, v = call.operands()
-    told, pieces = _ops.segment_summary_fwd.default(
+    found = _ops.segment_summary_fwd.default(
         k, v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias, list(call.plan),
         num_ranks=call.num_ranks, **call.switches(),
     )  # fmt: skip
-    return Heard(told, pieces)
+    return Heard(*found)
 
 
 def received_states(call: Call, heard: Heard | None) -> Tensor | None:
     """The state that each local piece starts from [F,HV,K,V], None if all start from zero."""
     if heard is not None:
-        return call.combine(heard.told, heard.told, call.initial_state, heard.pieces, heard.pieces, backwards=False)
+        return call.combine(heard.told, heard.told, call.initial_state, heard.additions, heard.moves, backwards=False)
     return None if call.initial_state is None else rows(call.initial_state, call.plan.starts)
 
 
@@ -123,23 +124,23 @@ def forward(
 
 
 def backward_summary(
-    call: Call, do: Tensor, dfinal_state: Tensor | None, saved: tuple[Tensor, ...], pieces: Tensor
+    call: Call, do: Tensor, dfinal_state: Tensor | None, saved: tuple[Tensor, ...], moves: Tensor
 ) -> Heard:
-    """What this rank tells before the backward, and keeps; `saved`, `pieces`: what the forward kept."""
-    told, dpieces = _ops.segment_summary_bwd.default(
-        do, dfinal_state, *call.operands(), call.g, call.beta, *saved, call.A_log, call.dt_bias, pieces,
+    """What this rank tells before the backward, and keeps; `saved`, `moves`: what the forward kept."""
+    told, additions = _ops.segment_summary_bwd.default(
+        do, dfinal_state, *call.operands(), call.g, call.beta, *saved, call.A_log, call.dt_bias, moves,
         list(call.plan), num_ranks=call.num_ranks, scale=call.options["scale"], **call.switches(),
     )  # fmt: skip
-    return Heard(told, dpieces)
+    return Heard(told, additions, moves)
 
 
 def received_gradients(
-    call: Call, heard: Heard | None, forward: Heard | None, dfinal_state: Tensor | None
+    call: Call, heard: Heard | None, transitions: Tensor | None, dfinal_state: Tensor | None
 ) -> Tensor | None:
-    """The gradient of each local piece's final state [F,HV,K,V]; `forward`: the exchange before the forward."""
+    """The gradient of each local piece's final state [F,HV,K,V]; `transitions`: what was told before the forward."""
     if heard is not None:
-        assert forward is not None
-        return call.combine(heard.told, forward.told, dfinal_state, heard.pieces, forward.pieces, backwards=True)
+        assert transitions is not None
+        return call.combine(heard.told, transitions, dfinal_state, heard.additions, heard.moves, backwards=True)
     return None if dfinal_state is None else rows(dfinal_state, call.plan.ends)
 
 

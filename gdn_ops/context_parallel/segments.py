@@ -13,8 +13,8 @@ one all-gather carries them. H and dH are computed as the op itself computes sta
 is told is computed in the accumulation dtype, from operands converted to it: its errors would be carried over all
 ranks. That is the same chunked recurrence without values (v = 0) started from the identity. The M of a piece stays on
 the rank, and may be as exact as the op's own way through the piece: on Hopper it is that way, in the launch of H.
-Where fragments are cut, H, M and dH of the pieces are kept for the walks from piece to piece, transposed, as flat
-tensors [Q*HV*V*K | Q*HV*K*K] (forward) and [QB*HV*V*K] (backward), else nothing is.
+Where fragments are cut, H, M and dH of the pieces are returned too, transposed: [Q,HV,V,K], [Q,HV,K,K] and
+[QB,HV,V,K], for the walks from piece to piece; else these have zero rows.
 """
 
 from typing import Any
@@ -37,11 +37,12 @@ _SAVED = "Tensor norms, Tensor gates, Tensor solve, Tensor scores, Tensor states
 
 SCHEMAS = {
     "segment_summary_fwd": "(Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
-    f"Tensor? dt_bias, Tensor[] plan, *, int num_ranks, {_SWITCHES}) -> (Tensor told, Tensor pieces)",
+    f"Tensor? dt_bias, Tensor[] plan, *, int num_ranks, {_SWITCHES}) -> (Tensor told, Tensor additions, "
+    "Tensor moves)",
     "segment_summary_bwd": "(Tensor do, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-    f"{_SAVED}, Tensor? A_log, Tensor? dt_bias, Tensor pieces, Tensor[] plan, *, int num_ranks, float scale, "
-    f"{_SWITCHES}) -> (Tensor told, Tensor dpieces)",
-    "segment_combine": "(Tensor told, Tensor transitions, Tensor? states, Tensor pieces, Tensor piece_transitions, "
+    f"{_SAVED}, Tensor? A_log, Tensor? dt_bias, Tensor moves, Tensor[] plan, *, int num_ranks, float scale, "
+    f"{_SWITCHES}) -> (Tensor told, Tensor additions)",
+    "segment_combine": "(Tensor told, Tensor transitions, Tensor? states, Tensor additions, Tensor moves, "
     "Tensor[] plan, *, int num_ranks, int num_heads, int key_dim, int value_dim, bool transposed) -> Tensor",
 }
 """Argument and result lists, by name (namespace `gdn`)."""
@@ -126,18 +127,6 @@ def walk(
     out.copy_(found[:-1])
 
 
-def _piece_states(pieces: Tensor, HV: int, K: int, V: int, count: int) -> Tensor:
-    """H^T [1,Q,HV,V,K] of the pieces that a summary kept."""
-    return _blocks(pieces, 1, 0, (count, HV, V, K))
-
-
-def _piece_moves(pieces: Tensor, HV: int, K: int, V: int, count: int) -> Tensor:
-    """M^T [1,Q,HV,K,K]; no row where fragments are not cut."""
-    if pieces.shape[0] == 0:
-        return pieces.new_empty((1, 0, HV, K, K))
-    return _blocks(pieces, 1, count * HV * V * K, (count, HV, K, K))
-
-
 # ---- forward
 
 
@@ -175,56 +164,58 @@ def _products(moves: Tensor, fold: Tensor) -> Tensor:
 def _segment_summary_fwd(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, plan: list[Tensor], *, num_ranks: int, **switches: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if num_ranks > 1:
         counters.count("context_exchanges")
     p = Plan(*plan)
     k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    told, pieces = _allocate_summary(k, v, p)
+    told, additions, moves = _allocate_summary(k, v, p)
     options = Options(scale=1.0, **switches)
     count, split = p.forward_starts.shape[0], p.num_forward * HV * K * V
     # The queries do not matter for the state.
     inputs = Inputs(k, k, v, g, beta, None, p.forward_segments, A_log, dt_bias)
     if count:
-        kept = pieces if p.is_cut else told.new_empty((count * HV * V * K,))
-        states, moves = _piece_states(kept, HV, K, V, count), _piece_moves(pieces, HV, K, V, count)
+        states = additions if p.is_cut else told.new_empty((count, HV, V, K))
         summaries = _summaries(inputs, options)
         if summaries is not None:
             start = None if initial_state is None else initial_state.contiguous()
-            summaries.segments_fwd(states[0], moves[0], p.forward_table, inputs._replace(initial_state=start), options)
+            summaries.segments_fwd(states, moves, p.forward_table, inputs._replace(initial_state=start), options)
         else:
             start = None if initial_state is None else _between(rows(initial_state, p.forward_starts))
             found = _final_states(inputs._replace(initial_state=start), options)
-            states[0].copy_(found.transpose(-1, -2))
+            states.copy_(found.transpose(-1, -2))
             if p.is_cut:
-                moves[0].copy_(_transitions(inputs, p.piece_transitions, options).transpose(-1, -2))
+                moves.copy_(_transitions(inputs, p.piece_transitions, options).transpose(-1, -2))
         walk(
-            told[:split].view(-1, HV, K, V), None, states, moves, p.fold,
+            told[:split].view(-1, HV, K, V), None, states[None], moves[None], p.fold,
             sources_transposed=True, moves_transposed=True,
         )  # fmt: skip
     if p.num_transitions:
         exact = _transitions(inputs, p.transition_segments, options)
         told[split:].view(-1, HV, K, K).copy_(_products(exact, p.transition_fold))
-    return told, pieces
+    return told, additions, moves
 
 
 def summary_sizes(plan: Plan, HV: int, K: int, V: int) -> tuple[int, int]:
-    """Elements of one rank's words before the forward, and of what is kept of its pieces."""
+    """Elements of one rank's words before the forward, and rows of what is kept of its pieces."""
     words = HV * K * (plan.num_forward * V + plan.num_transitions * K)
-    return words, plan.forward_starts.shape[0] * HV * K * (V + K) if plan.is_cut else 0
+    return words, plan.forward_starts.shape[0] if plan.is_cut else 0
 
 
-def _allocate_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _allocate_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulator_dtype(k.dtype)
-    words, kept = summary_sizes(plan, v.shape[2], k.shape[3], v.shape[3])
-    return k.new_empty((words,), dtype=acc), k.new_empty((kept,), dtype=acc)
+    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
+    words, kept = summary_sizes(plan, HV, K, V)
+    shapes = (words,), (kept, HV, V, K), (kept, HV, K, K)
+    told, additions, moves = (k.new_empty(shape, dtype=acc) for shape in shapes)
+    return told, additions, moves
 
 
 def _segment_summary_fwd_fake(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, plan: list[Tensor], **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _allocate_summary(k, v, Plan(*plan))
 
 
@@ -235,20 +226,19 @@ def _segment_summary_fwd_fake(
 def _segment_summary_bwd(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, pieces: Tensor, plan: list[Tensor], *, num_ranks: int, **options: Any,
+    A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, plan: list[Tensor], *, num_ranks: int, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if num_ranks > 1:
         counters.count("context_exchanges")
     p, chosen = Plan(*plan), Options(**options)
     q, k, v, do = (_dense(x) for x in (q, k, v, do))
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    told, dpieces = _allocate_gradient_summary(k, v, p)
+    told, additions = _allocate_gradient_summary(k, v, p)
     inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, p.backward_segments, A_log, dt_bias)
     count = p.backward_ends.shape[0]
     if not count:
-        return told, dpieces
-    kept = dpieces if p.is_cut else told.new_empty((count * HV * V * K,))
-    dstates = _piece_states(kept, HV, K, V, count)
+        return told, additions
+    dstates = additions if p.is_cut else told.new_empty((count, HV, V, K))
     summaries = _summaries(inputs, chosen)
     if summaries is not None:
         end = None if dfinal_state is None else dfinal_state.contiguous()
@@ -258,15 +248,15 @@ def _segment_summary_bwd(
         table = p.backward_saved_table
         if saved.gates.shape[0] == 0:
             inputs, table = inputs._replace(cu_seqlens=p.backward_segments), p.backward_table
-        summaries.segments_bwd(dstates[0], do, end, table, inputs, saved, chosen)
+        summaries.segments_bwd(dstates, do, end, table, inputs, saved, chosen)
     else:
         end = None if dfinal_state is None else _between(rows(dfinal_state, p.backward_ends))
-        dstates[0].copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
-    moves = _piece_moves(pieces, HV, K, V, p.forward_starts.shape[0])
+        dstates.copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
     walk(
-        told.view(-1, HV, K, V), None, dstates, moves, p.backward_fold, sources_transposed=True, moves_transposed=False
-    )
-    return told, dpieces
+        told.view(-1, HV, K, V), None, dstates[None], moves[None], p.backward_fold,
+        sources_transposed=True, moves_transposed=False,
+    )  # fmt: skip
+    return told, additions
 
 
 def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options) -> Tensor:
@@ -288,9 +278,10 @@ def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: In
 
 def _allocate_gradient_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     acc = accumulator_dtype(k.dtype)
-    state = v.shape[2] * k.shape[3] * v.shape[3]
+    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     kept = plan.backward_ends.shape[0] if plan.is_cut else 0
-    return k.new_empty((plan.num_backward * state,), dtype=acc), k.new_empty((kept * state,), dtype=acc)
+    told = k.new_empty((plan.num_backward * HV * K * V,), dtype=acc)
+    return told, k.new_empty((kept, HV, V, K), dtype=acc)
 
 
 def _segment_summary_bwd_fake(
@@ -304,7 +295,7 @@ def _segment_summary_bwd_fake(
 
 @torch.no_grad()
 def _segment_combine(
-    told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor,
+    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor,
     plan: list[Tensor], *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, transposed: bool,
 ) -> Tensor:  # fmt: skip
     HV, K, V = num_heads, key_dim, value_dim
@@ -312,19 +303,16 @@ def _segment_combine(
     documents = p.ends if transposed else p.starts
     out = told.new_zeros((documents.shape[0], HV, K, V)) if states is None else rows(states, documents)
     num_told = p.num_backward if transposed else p.num_forward
-    moves = told.new_empty((1, 0, HV, K, K))
+    between = told.new_empty((1, 0, HV, K, K))
     if p.num_transitions:
-        moves = _blocks(transitions, num_ranks, p.num_forward * HV * K * V, (p.num_transitions, HV, K, K))
+        between = _blocks(transitions, num_ranks, p.num_forward * HV * K * V, (p.num_transitions, HV, K, K))
     walk(
-        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), moves, p.suffixes if transposed else p.prefixes,
+        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), between, p.suffixes if transposed else p.prefixes,
         sources_transposed=False, moves_transposed=transposed,
     )  # fmt: skip
     if p.is_cut:
-        count = (p.backward_ends if transposed else p.forward_starts).shape[0]
         walk(
-            out, p.backward_spread_starts if transposed else p.spread_starts,
-            _piece_states(pieces, HV, K, V, count),
-            _piece_moves(piece_transitions, HV, K, V, p.forward_starts.shape[0]),
+            out, p.backward_spread_starts if transposed else p.spread_starts, additions[None], moves[None],
             p.backward_spread if transposed else p.spread,
             sources_transposed=True, moves_transposed=not transposed,
         )  # fmt: skip
@@ -332,7 +320,7 @@ def _segment_combine(
 
 
 def _segment_combine_fake(
-    told: Tensor, transitions: Tensor, states: Tensor | None, pieces: Tensor, piece_transitions: Tensor,
+    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor,
     plan: list[Tensor], *, num_heads: int, key_dim: int, value_dim: int, **options: Any,
 ) -> Tensor:  # fmt: skip
     return told.new_empty((Plan(*plan).starts.shape[0], num_heads, key_dim, value_dim))

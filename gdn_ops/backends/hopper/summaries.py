@@ -21,7 +21,8 @@ def segments_fwd(states: Tensor, transitions: Tensor, table: Tensor, inputs: Inp
     """Fill the rows of states [Q,HV,V,K] with H and of transitions [Q,HV,K,K] with M, both transposed.
 
     table int32 [P+Q,8]: first those of which only H is asked for, from the initial state of their document or from
-    zero, then those of H and M. q is not read. For calls that `unsupported_reason` accepts and that have tokens.
+    zero, then those of H and M (if there are none, transitions may have no rows). q is not read. For calls that
+    `unsupported_reason` accepts and that have tokens.
     """
     s = sizes(inputs)
     with on_device(inputs.q):
@@ -32,7 +33,8 @@ def segments_fwd(states: Tensor, transitions: Tensor, table: Tensor, inputs: Inp
         # Without outputs neither q nor scores are read.
         begin(
             k, k, v, kept.solve, kept.solve, kept.factors, chunks,
-            initial_state=inputs.initial_state, cut_states=states, transitions=transitions,
+            initial_state=inputs.initial_state, cut_states=states,
+            transitions=transitions if transitions.shape[0] else states,  # then no row of the table asks for M
         )  # fmt: skip
 
 

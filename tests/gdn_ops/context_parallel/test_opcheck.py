@@ -57,11 +57,11 @@ def small(num_ranks):
     switches = {"num_ranks": num_ranks, "use_qk_l2norm": True, "use_beta_sigmoid": True}
     forward = (k, v, g, beta, tensors["initial_state"], *gate)
     forward = (*forward, plan)
-    told, pieces = OPS.segment_summary_fwd(*forward, **switches)
+    told, additions, moves = OPS.segment_summary_fwd(*forward, **switches)
     _, _, *saved = OPS.chunk_fwd(q, k, v, g, beta, None, context.plan.cu_seqlens, *gate, scale=0.25)
-    backward = (torch.randn_like(v), tensors["initial_state"], q, k, v, g, beta, *saved, *gate, pieces, plan)
-    heard, dpieces = OPS.segment_summary_bwd(*backward, **switches, scale=0.25)
-    assert (pieces.numel() > 0, dpieces.numel() > 0) == (num_ranks == 1,) * 2
+    backward = (torch.randn_like(v), tensors["initial_state"], q, k, v, g, beta, *saved, *gate, moves, plan)
+    heard, gradients = OPS.segment_summary_bwd(*backward, **switches, scale=0.25)
+    assert all((x.numel() > 0) == (num_ranks == 1) for x in (additions, moves, gradients))
     told, heard = torch.cat([told] * num_ranks), torch.cat([heard] * num_ranks)
     combine = {"num_ranks": num_ranks, "num_heads": HV, "key_dim": D, "value_dim": D}
 
@@ -78,8 +78,8 @@ def small(num_ranks):
         "segment_summary_fwd": [(forward, switches)],
         "segment_summary_bwd": [(backward, switches | {"scale": 0.25})],
         "segment_combine": [
-            ((told, told, tensors["initial_state"], pieces, pieces, plan), combine | {"transposed": False}),
-            ((heard, told, None, dpieces, pieces, plan), combine | {"transposed": True}),
+            ((told, told, tensors["initial_state"], additions, moves, plan), combine | {"transposed": False}),
+            ((heard, told, None, gradients, moves, plan), combine | {"transposed": True}),
         ],
         "causal_conv1d_fwd": [
             ((x, weight, bias, history, halo.cu_seqlens), {"silu": True}),

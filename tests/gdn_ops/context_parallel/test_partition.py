@@ -1,5 +1,7 @@
 """Who holds which token: layouts, explicit fragments, errors, and the inverse of sharding."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from gdn_ops.context_parallel import Fragment, partition
 from gdn_ops.context_parallel.partition import LAYOUTS
+from gdn_ops.context_parallel.pieces import cut, cut_share, number_of_pieces
 
 lengths = st.lists(st.integers(0, 40), min_size=0, max_size=6)
 
@@ -127,6 +130,39 @@ def test_sharding_is_differentiable():
     weights = torch.arange(1.0, 8.0)
     (part.unshard([part.shard(x, rank) for rank in range(2)]) * weights).sum().backward()
     assert torch.equal(x.grad, weights[None])
+
+
+def test_the_rule_for_pieces_fills_the_chip_and_leaves_short_shares_whole():
+    assert number_of_pieces(1000, 48) == number_of_pieces(1984, 48) == 1
+    # Heads times pieces are whole rounds of 132 multiprocessors, or nearly.
+    for heads in (8, 16, 32, 48, 64):
+        programs = heads * number_of_pieces(32768, heads)
+        assert programs / (132 * -(-programs // 132)) > 0.9, heads
+    assert number_of_pieces(10**6, 1) == 16
+    assert number_of_pieces(32768, None) == 8
+
+
+@given(st.integers(0, 3000), st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_cuts_are_at_whole_chunks_and_cover_a_fragment(length, piece_chunks):
+    bounds = cut(Fragment(0, 0, length), piece_chunks)
+    assert bounds[0] == 0 and bounds[-1] == length
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    assert all(bound % 64 == 0 for bound in bounds[:-1])
+    assert all(size > 0 for size in lengths) or lengths == [0]
+    assert max(lengths) <= 64 * max(2 * piece_chunks - 1, 1)
+
+
+def test_pieces_are_those_of_documents_in_parts_only():
+    part = partition([0, 1000, 3000], fragments=[[(0, 0, 1000), (1, 0, 700)], [(1, 700, 1300)]])
+    counts = [[len(spans) for spans in cut_share(part, rank, pieces)] for rank in (0, 1) for pieces in (1, 4)]
+    assert counts == [[1, 1], [1, 2], [1], [3]]
+    assert cut_share(part, 0, 4) == [[(0, 1000)], [(1000, 1384), (1384, 1700)]]
+    with pytest.raises(ValueError, match="pieces: expected at least 1, got 0"):
+        partition([0, 9], 1).context(0, pieces=0)
+    with pytest.raises(TypeError, match="num_v_heads: expected an int or None, got float"):
+        partition([0, 9], 1).context(0, num_v_heads=2.0)
+    assert partition([0, 10**6], 1).context(0, device="cpu", num_v_heads=48).pieces == 1
 
 
 def test_exchange_bytes_do_not_depend_on_the_number_of_tokens():
