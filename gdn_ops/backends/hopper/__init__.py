@@ -1,10 +1,10 @@
 """The Hopper backend (sm_90): TMA, asynchronous tensor cores and warp specialisation, written in Gluon and Triton.
 
-Forward: `chunks` -> `norms` -> `gates` -> `scores` -> `solve` -> `forward`. Backward: the same preparation as far as it
-was not saved, then for one group of heads after the other `forward` (states and updates), `reverse`, `gradients`,
-`epilogue`. Where few and long documents would leave most of the chip idle, they are cut (`segments`), and summaries and
-a combination of segments come before `forward` and before `reverse`. Every stage's file says what it computes and what
-stays on chip.
+Forward: `chunks` -> `gates` -> `solve` -> `forward`; with norms, which `solve` makes, `gates` again after it. Backward:
+the same preparation as far as it was not saved, then for one group of heads after the other `forward` (states and
+updates), `reverse`, `gradients`, `epilogue`. Where few and long documents would leave most of the chip idle, they are
+cut (`segments`), and summaries and a combination of segments come before `forward` and before `reverse`. Every stage's
+file says what it computes and what stays on chip.
 
 What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
 gradient targets that no descriptor can describe.
@@ -24,9 +24,7 @@ from gdn_ops.backends.hopper.forward import begin, forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import on_device
-from gdn_ops.backends.hopper.norms import norms
 from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
-from gdn_ops.backends.hopper.scores import scores
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
@@ -259,17 +257,23 @@ def _prepare(
     norm = kept.norms.view(s.B * s.T, 2, s.HK) if options.use_qk_l2norm else None
     num_factors = NUM_FACTORS if norm is None else NUM_FACTORS_NORM
     factors = kept.gates.new_empty((s.num_chunks, s.HV, num_factors, CHUNK))
-    if norm is not None and not have:
-        norms(q, k, norm)
-    g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
-    gates(
-        g, beta, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK,
-        filled=have, is_half=q.dtype == torch.float16,
-    )  # fmt: skip
+
+    def fill_factors(norm: Tensor | None, filled: bool) -> None:
+        g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
+        gates(
+            g, beta, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK,
+            filled=filled, is_half=q.dtype == torch.float16,
+        )  # fmt: skip
+
     if not have:
-        products = kept.gates.new_empty((s.num_chunks, s.HK, CHUNK, CHUNK))
-        scores(q, k, norm, kept.gates, kept.scores if has_scores else None, products, chunks, options)
-        solve(products, beta, kept.gates, kept.solve, chunks, options)
+        fill_factors(None, filled=False)
+        solve(
+            q, k, kept.gates, factors, chunks, options,
+            norms=norm, scores=kept.scores if has_scores else None, out=kept.solve,
+        )  # fmt: skip
+    if have or norm is not None:
+        # After `solve`, which reads the write strengths among the factors and makes the norms in the others.
+        fill_factors(norm, filled=True)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
 
 

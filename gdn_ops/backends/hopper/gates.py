@@ -11,7 +11,8 @@
     rows, [NT,HV,8,C], let `gradients` get a decay and both its norms from one exponential:
         5  G_i - log2 |k_i|                 6  G_i - log2 |q_i|                 7  G_i + log2 |k_i|
 
-So the sequential kernels need no exponential, no mask and no normalised copy of q and k.
+So the sequential kernels need no exponential, no mask and no normalised copy of q and k. The norms come from `solve`,
+which needs row 3 itself: with them this stage runs before it, without norms, and again after it.
 Grid: one program a chunk and block of value heads.
 """
 

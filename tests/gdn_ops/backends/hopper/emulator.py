@@ -206,6 +206,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return (a.as_subclass(torch.Tensor).double() @ b.as_subclass(torch.Tensor).double()).float()
 
 
+def _cut(x: Tensor) -> Tensor:
+    """As the tensor cores take a float32 operand: without the last 13 bits of its fraction."""
+    bits = x.as_subclass(torch.Tensor).contiguous().view(torch.int32)
+    return (bits & ~0x1FFF).view(torch.float32)
+
+
+def _mma_v2(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Block:
+    assert input_precision == "tf32" and a.dtype == b.dtype == torch.float32
+    return _block(acc + _product(_cut(a), _cut(b)))
+
+
 def _warp_specialize(partitions: list[Any], *sizes: Any) -> None:
     errors: list[Exception] = []
     place = dict(_place.__dict__)
@@ -260,7 +271,10 @@ class _Language:
     minimum = staticmethod(lambda a, b: _block(torch.fmin(torch.as_tensor(a), torch.as_tensor(b))))
     exp, exp2, log, log2 = (staticmethod(f) for f in (torch.exp, torch.exp2, torch.log, torch.log2))
     abs, sqrt, sigmoid, sum = (staticmethod(f) for f in (torch.abs, torch.sqrt, torch.sigmoid, torch.sum))
-    reshape = staticmethod(torch.reshape)
+    rsqrt = staticmethod(torch.rsqrt)
+    reshape, permute = staticmethod(torch.reshape), staticmethod(torch.permute)
+    join = staticmethod(lambda a, b: torch.stack((a, b), -1))
+    split = staticmethod(lambda x: x.unbind(-1))
     broadcast_to = staticmethod(torch.broadcast_to)
     trans = staticmethod(lambda x: x.mT)
     dot, cumsum = staticmethod(_dot), staticmethod(_cumsum)
@@ -288,7 +302,7 @@ _language = _Language()
 _REPLACED = {
     "gl": _language, "tl": _language, "mbarrier": _mbarrier, "async_load": _async_load, "async_store": _async_store,
     "warpgroup_mma": _warpgroup_mma, "warpgroup_mma_wait": _warpgroup_mma_wait, "reinterpret": _reinterpret,
-    "fence_async_shared": lambda: None, "barrier": lambda: None, "store_wait": lambda pending: None,
+    "mma_v2": _mma_v2, "fence_async_shared": lambda: None, "barrier": lambda: None, "store_wait": lambda pending: None,
 }  # fmt: skip
 _emulated: dict[JITFunction, Callable[..., Any]] = {}
 

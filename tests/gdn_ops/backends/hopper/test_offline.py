@@ -16,17 +16,17 @@ OTHER_TRITON = os.environ.get("GDN_OPS_TEST_TRITON_PATH")
 
 SHARED_MEMORY_OF_SM_90 = 232448
 PLAIN = [
-    "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel",
+    "_chunk_table_kernel", "_gates_kernel", "_solve_kernel", "_forward_kernel",
     "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel",
     "_epilogue_kernel",
 ]  # fmt: skip
 LONG = [
-    "_chunk_table_kernel", "_gates_kernel", "_scores_kernel", "_solve_kernel", "_forward_kernel", "_combine_kernel",
-    "_forward_kernel", "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_combine_kernel",
+    "_chunk_table_kernel", "_gates_kernel", "_solve_kernel", "_forward_kernel", "_combine_kernel", "_forward_kernel",
+    "_chunk_table_kernel", "_gates_kernel", "_forward_kernel", "_reverse_kernel", "_combine_kernel",
     "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
 """With cut documents: ends and summaries, their combination, and the rest, forward and backward."""
-TENSOR_CORE_KERNELS = {"_scores_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
+TENSOR_CORE_KERNELS = {"_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
 
 
 def compile_offline(*cases: str, triton_path: str | None = None) -> list[dict]:
@@ -45,7 +45,7 @@ def check(kernels: list[dict]) -> None:
         assert kernel["target"] == 90
         assert kernel["shared"] <= SHARED_MEMORY_OF_SM_90, kernel
         assert (kernel["wgmma"] > 0) == (kernel["name"] in TENSOR_CORE_KERNELS), kernel
-        if kernel["name"] in TENSOR_CORE_KERNELS - {"_scores_kernel"}:
+        if kernel["name"] in TENSOR_CORE_KERNELS:
             assert kernel["tma"] > 0, kernel
 
 
@@ -55,7 +55,8 @@ def test_kernels_compile_for_sm_90() -> None:
     assert [x["name"] for x in kernels if x["case"] == "long"] == LONG
     assert [x["name"] for x in kernels if x["case"] == "plain"] == PLAIN
     full = [x["name"] for x in kernels if x["case"] == "full"]
-    assert full.count("_norms_kernel") == 2, "save='inputs' prepares again in the backward"
+    assert full.count("_solve_kernel") == 2, "save='inputs' prepares again in the backward"
+    assert full.count("_gates_kernel") == 4, "with norms before `solve` and after it"
     assert full.count("_clear_ownerless_kernel") == 6, "o, dq, dk, dv, dg, dbeta"
 
 

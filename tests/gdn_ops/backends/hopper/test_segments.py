@@ -90,8 +90,8 @@ CUT: dict[str, Any] = {"HK": 1, "HV": 1, "bounds": RAGGED, "T": 1450, "initial":
 @pytest.mark.parametrize("save", ["solve", "states", "inputs"])
 def test_all_at_once(save: str) -> None:
     found = check_against_recurrence(save=save, **CUT)
-    # chunk table, gates, scores, solve, then what leads to the states at cuts
-    assert launched[4:7] == ["_forward_kernel", "_combine_kernel", "_forward_kernel"]
+    # chunk table, gates, solve, then what leads to the states at cuts
+    assert launched[3:6] == ["_forward_kernel", "_combine_kernel", "_forward_kernel"]
     assert launched.count("_combine_kernel") == (3 if save == "inputs" else 2)
     if save != "solve":
         assert same_bits(found, check_against_recurrence(save="solve", **CUT))
@@ -215,7 +215,7 @@ def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch:
     launched.clear()
     found = emulate(part, [RankInputs(*shard) for shard in shards])
     o = part.unshard([x for x, _ in found], dim=1)
-    assert launched.count("_scores_kernel") > 3
+    assert launched.count("_solve_kernel") > 3
     o.backward(do)
     assert launched.count("_gradients_kernel") == 3, "one backward a rank, none for its summary"
     assert oracle.relative_error(o, want.o) <= BOUND[torch.bfloat16]
