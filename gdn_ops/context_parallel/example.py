@@ -168,7 +168,7 @@ def _train(options: argparse.Namespace, rank: int, ranks: int, device: torch.dev
     learn = 3e-3 if dtype == torch.float32 else 5e-4
     optimizers = [torch.optim.AdamW(model.parameters(), lr=learn) for model in models]
 
-    contexts = part.context(rank, group, device), alone.context(0, None, device)
+    contexts = part.context(rank, group, device, num_v_heads=sizes[3]), alone.context(0, None, device)
     say(rank, f"{ranks} rank(s) on {device.type}, layout {options.layout}, documents end at {part.cu_seqlens[1:]}, "
               f"tokens a rank {[part.tokens(r) for r in range(ranks)]}{', FSDP2' if options.fsdp else ''}")  # fmt: skip
     head = {"num_v_heads": sizes[3], "key_dim": sizes[4], "value_dim": sizes[4]}

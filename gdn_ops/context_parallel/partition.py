@@ -66,7 +66,7 @@ class Partition:
         """Tokens of all documents."""
         return self.cu_seqlens[-1]
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Tokens of the rank that has most: pad to it for equal shapes, so equal graphs, on every rank."""
         return max(self.tokens(rank) for rank in range(self.num_ranks))

@@ -137,10 +137,28 @@ class Plan(NamedTuple):
         return self.fold.shape[1] > 1
 
 
+class _Role(NamedTuple):
+    """What a fragment is to its document: its number in the chain of so many."""
+
+    document: int
+    fragment: int
+    number: int
+    length: int
+
+
+def _roles(part: Partition) -> list[list[_Role]]:
+    """Per rank those of its fragments."""
+    found: list[list[_Role]] = [[] for _ in part.fragments]
+    for document, chain in enumerate(part.chains):
+        for number, place in enumerate(chain):
+            found[place.rank].append(_Role(document, place.fragment, number, len(chain)))
+    return found
+
+
 class _Pieces:
     """One rank's pieces: of which fragment each is, and the slots of those that are summarised."""
 
-    def __init__(self, part: Partition, rank: int, pieces: int):
+    def __init__(self, part: Partition, rank: int, roles: list[_Role], pieces: int):
         self.spans = cut_share(part, rank, pieces)
         """Per fragment its pieces (first token, one past the last)."""
         self.number: list[list[int]] = []
@@ -152,15 +170,12 @@ class _Pieces:
         self.count = count
         self.flat = [span for spans in self.spans for span in spans]
         self.starts, self.ends = [-1] * count, [-1] * count
-        linked = []
-        for document, chain in enumerate(part.chains):
-            if chain[0].rank == rank:
-                self.starts[self.number[chain[0].fragment][0]] = document
-            if chain[-1].rank == rank:
-                self.ends[self.number[chain[-1].fragment][-1]] = document
-            if len(chain) > 1:
-                linked += [place.fragment for place in chain if place.rank == rank]
-        self.linked = sorted(linked)
+        for role in roles:
+            if role.number == 0:
+                self.starts[self.number[role.fragment][0]] = role.document
+            if role.number == role.length - 1:
+                self.ends[self.number[role.fragment][-1]] = role.document
+        self.linked = sorted(role.fragment for role in roles if role.length > 1)
         """The fragments of documents in parts."""
         chained = [piece for fragment in self.linked for piece in self.number[fragment]]
         self.forward = [piece for piece in chained if self.ends[piece] < 0]
@@ -170,7 +185,7 @@ class _Pieces:
         own = {piece for fragment in self.cut for piece in self.number[fragment]}
         self.moves = {piece for piece in self.forward if piece in own and self.starts[piece] < 0}
         """The pieces whose M this rank needs itself: neither a document's first nor its last."""
-        inner = [place.fragment for chain in part.chains for place in chain[1:-1] if place.rank == rank]
+        inner = [role.fragment for role in roles if 0 < role.number < role.length - 1]
         self.telling = [piece for fragment in sorted(inner) for piece in self.number[fragment]]
         """The pieces of fragments that tell M."""
 
@@ -233,7 +248,7 @@ class _Sizes(NamedTuple):
 def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1) -> Plan:
     """The plan of `rank`, moved to `device` in one copy; `pieces`: of the largest share of tokens."""
     links = link(part)
-    everyone = [_Pieces(part, r, pieces) for r in range(part.num_ranks)]
+    everyone = [_Pieces(part, r, roles, pieces) for r, roles in enumerate(_roles(part))]
     own = everyone[rank]
     sizes = _Sizes(
         # One at least, so that a rank without tokens runs the same ops.
