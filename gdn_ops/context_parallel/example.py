@@ -378,7 +378,7 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
             context = figure.context(pieces)
             found = figure.time(figure.op, context, width, values)
             figure.say(f"op on a packed row, {context.pieces} pieces", found, single)
-    context = figure.context(options.pieces[0])
+    context = figure.context(options.pieces[0] if len(options.pieces) == 1 else 0)
     if "op" in options.rows:
         figure.compare(f"the same compiled, {context.pieces} pieces", compiled(figure.op), context, width, values)
     if "layer" in options.rows:
