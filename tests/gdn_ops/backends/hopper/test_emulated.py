@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         "HK": 2, "HV": 4, "bounds": measure.bounds_of([70, 65]), "initial": True, "norm": True, "gate": True,
         "sigmoid": True, "doubled": True,
     },
+    "five heads": {"HK": 1, "HV": 5, "bounds": measure.bounds_of([70, 65]), "T": 150, "norm": True},
     "half": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 65]), "dtype": torch.float16, "norm": True},
     "half, beta=0": {"HK": 1, "HV": 1, "T": 129, "dtype": torch.float16, "zero_beta": True},
     "beta=0": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 129]), "zero_beta": True},
