@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from gdn_ops import ops, outputs, settings
 from gdn_ops.backends import hopper, launching, plans
-from gdn_ops.shapes import packed_width
+from gdn_ops.shapes import Inputs, Options, packed_width
 
 D = 128
 CASES: dict[str, dict[str, Any]] = {
@@ -141,3 +141,25 @@ def test_a_plan_launches_what_the_host_code_launches(name: str, monkeypatch: pyt
     with settings.configure(fast_calls=True):
         for op, tensors, options in calls_of(**case):
             assert compare(op, tensors, options, monkeypatch) >= 4
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_needs_the_memory_that_scratch_bytes_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the alignment of each tensor in the workspace, and what is dead before the most is needed."""
+    alignment = 16 * plans._ALIGNMENT
+    case = {**CASES[name], "packed": False}
+    save = case.get("save", "solve")
+    if case.get("groups"):
+        monkeypatch.setattr(hopper, "_GROUPED_SCRATCH_BYTES", 0)
+        monkeypatch.setattr(hopper, "_GROUPED_PROGRAMS", 0)
+    monkeypatch.setattr(launching, "compiled_for", lambda kernel, grid, args, options: (SimpleNamespace(run=None), ()))
+    with settings.configure(fast_calls=True):
+        for op, tensors, options in calls_of(**case):
+            run = ops._IMPLEMENTATIONS[op][0]
+            plan = plans.record(lambda x, run=run, options=options: run(*x, **options), tensors, torch.device("cpu"))
+            assert plan is not None
+            backward = op == "chunk_bwd"
+            inputs = Inputs(*tensors[2:7], *tensors[-4:]) if backward else Inputs(*tensors)
+            told = hopper.scratch_bytes(inputs, Options(0.1, options["use_qk_l2norm"]), backward=backward, save=save)
+            assert plan.workspace_bytes - alignment <= told <= 1.01 * plan.workspace_bytes + alignment
