@@ -235,9 +235,9 @@ def _solve_kernel(
         i = gl.arange(0, _C, L_I)
         if HAS_NORMS:
             norm_at = norms_ptr + (first + j).to(gl.int64) * (2 * HK) + h_k
-            inv_k_J = _inverse_norms(_diagonal_blocks(kk_JI), eps, L_J)
-            gl.store(norm_at + HK, inv_k_J, mask=j < valid)
-            kk_JI = kk_JI * (inv_k_J * -_UNCUT)[:, None] * gl.convert_layout(inv_k_J, L_I)[None, :]
+            inv_k_C = _inverse_norms(_diagonal_blocks(kk_JI), eps, L_J)
+            gl.store(norm_at + HK, inv_k_C, mask=j < valid)
+            kk_JI = kk_JI * (inv_k_C * -_UNCUT)[:, None] * gl.convert_layout(inv_k_C, L_I)[None, :]
         else:
             kk_JI = kk_JI * -_UNCUT
         diagonal = _diagonal_blocks(kk_JI) * (1.0 / _UNCUT)
@@ -250,10 +250,10 @@ def _solve_kernel(
         if HAS_SCORES:
             if HAS_NORMS:
                 qq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[qq_JI, q_s, k_s])
-                inv_q_I = _inverse_norms(_diagonal_blocks(qq_JI), eps, L_J)
-                gl.store(norm_at, inv_q_I, mask=j < valid)
+                inv_q_C = _inverse_norms(_diagonal_blocks(qq_JI), eps, L_J)
+                gl.store(norm_at, inv_q_C, mask=j < valid)
                 kq_JI = warpgroup_mma_wait(0, deps=[kq_JI])
-                kq_JI = kq_JI * (inv_k_J * scale)[:, None] * gl.convert_layout(inv_q_I, L_I)[None, :]
+                kq_JI = kq_JI * (inv_k_C * scale)[:, None] * gl.convert_layout(inv_q_C, L_I)[None, :]
             else:
                 kq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[kq_JI, q_s, k_s])
                 kq_JI = kq_JI * scale
