@@ -3,7 +3,11 @@
 import operator
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from inductor_passes.edits import call, output
 from inductor_passes.moves import arguments, aten, permutation
@@ -87,17 +91,106 @@ def chain(node: Node) -> list[Node]:
     return found
 
 
+_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_FUNCTIONAL = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
+"""Calls that are no ops with a schema, but known to return memory of their own and to write to none of their inputs."""
+
+
+def _is_understood(node: Node) -> bool:
+    """Whether a call says which of its inputs its outputs may show and which it writes to."""
+    if isinstance(node.target, HigherOrderOperator):
+        return node.target.name() in _FUNCTIONAL
+    return isinstance(node.target, OpOverload) or node.target is operator.getitem
+
+
+def _annotated(node: Node, *, written: bool) -> list[Node]:
+    """The nodes in arguments that the op's schema marks: as written to, or as anything that an output may alias."""
+    assert isinstance(node.target, OpOverload)
+    found: list[Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        alias = argument.alias_info
+        if alias is None or (written and not alias.is_write):
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+    return found
+
+
+def _storage(node: Node) -> int | None:
+    """What tells one fake storage from another; None where a node has no single strided tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def _is_constant(node: Node) -> bool:
+    """Computed from nothing that is given to the graph."""
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function":
+            return False
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        stack += new
+    return True
+
+
+def _may_show(node: Node) -> list[Node]:
+    """The inputs whose memory a node's value may be in, whatever the op: what says so either way counts.
+
+    That is the schema's alias annotations, the storages of the fake values, and what Inductor may drop (functional
+    forms of views, conversions to the same dtype, sums with a constant).
+    """
+    sources = node.all_input_nodes
+    if node.op != "call_function" or not sources:
+        return []
+    if node.target is operator.getitem:
+        (parts,) = sources
+        siblings = [x for x in parts.users if x is not node and _storage(x) == _storage(node)]
+        return [parts, *siblings] if _may_show(parts) or not _is_understood(parts) else siblings
+    if not _is_understood(node):
+        return sources
+    storage = _storage(node)
+    same_storage = [source for source in sources if storage is not None and _storage(source) == storage]
+    if not isinstance(node.target, OpOverload):
+        return same_storage
+    if torch.Tag.view_copy in node.target.tags or node.target.is_view:
+        return sources
+    value = node.meta.get("val")
+    if node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        unchanged = isinstance(value, Tensor) and sources[0].meta["val"].dtype == value.dtype
+        return sources if unchanged else same_storage
+    if node.target in _ARITHMETIC and len(sources) == 2 and any(_is_constant(source) for source in sources):
+        return sources
+    return [*_annotated(node, written=False), *same_storage]
+
+
 def is_private(node: Node) -> bool:
-    """Whether only the graph can write to a node's memory: it computes it and does not return it, or a view of it.
+    """Whether only the graph can write to a node's memory: it computes it and neither returns it nor writes to it.
 
     What is the caller's may be written to between forward and backward, so a backward must not read it in place of a
-    copy that the code made.
+    copy that the code made. Memory is followed up and down through everything that may share it, not through views
+    alone that `viewed` can make anew; what is not understood counts as the caller's.
     """
-    root = chain(node)[-1]
-    if root.op != "call_function":
-        return False
-    returned = node.graph.output_node().all_input_nodes
-    return all(chain(x)[-1] is not root for x in returned)
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function" or not _is_understood(node):
+            return False
+        new = _may_show(node)
+        for user in node.users:
+            if user.op == "output":
+                return False
+            if isinstance(user.target, OpOverload) and node in _annotated(user, written=True):
+                return False
+            if node in _may_show(user):
+                new.append(user)
+        new = [other for other in new if other not in seen]
+        seen.update(new)
+        stack += new
+    return True
 
 
 def through(node: Node, value: Strided) -> Strided | None:

@@ -5,6 +5,7 @@ import torch
 
 import gdn_ops
 import inductor_passes
+from inductor_passes.inspection import eager_backend
 
 HK, HV, D = 2, 4, 8
 WIDTHS = [HK * D, HK * D, HV * D]
@@ -72,3 +73,100 @@ def test_changes_between_forward_and_backward_reach_no_gradient(body, change):
     assert len(expected) == len(found) == (1 if body is normalised else 2)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+VIEWS_OF_INPUT = {
+    "as_strided": lambda row: row.as_strided(row.shape, (0, row.shape[-1], 1)),
+    "unfold": lambda row: row.unfold(-1, row.shape[-1], 1).squeeze(2),
+    "expand": lambda row: row[:1].expand(2, -1, -1),
+    "diagonal": lambda row: row[:, None].diagonal(0, 1, 2).mT.expand(-1, 20, -1),
+    "view as integers and back": lambda row: row.view(torch.int64).view(torch.float64),
+    "real": lambda row: torch.view_as_real(torch.view_as_complex(row.unflatten(-1, (-1, 2)))).flatten(-2),
+    "functional form of a view": lambda row: torch.ops.aten.expand_copy(row[:1], [2, -1, -1]),
+    "plus zero": lambda row: row + torch.zeros_like(row),
+    "times one": lambda row: torch.ones_like(row) * row,
+    "broadcast": lambda row: torch.broadcast_to(row, (3, *row.shape))[0],
+}
+
+VIEWS_TO_RETURN = {
+    "as_strided": lambda row: row.as_strided(row.shape, row.stride()),
+    "unfold": lambda row: row.unfold(1, 2, 2),
+    "expand": lambda row: row[None].expand(2, -1, -1, -1)[:1],
+    "diagonal": lambda row: row.diagonal(0, 0, 2),
+    "view as integers": lambda row: row.view(torch.int64),
+    "part of a split": lambda row: row.split(WIDTHS, -1)[1],
+    "part of an unbind": lambda row: row.unbind(1)[3],
+    "view of a view": lambda row: row.mT[:, 3:].unfold(2, 4, 4).movedim(-1, 0),
+}
+
+
+def changed_between(body, compiled, x, w, g):
+    """Gradients of weights and gates where other outputs, or x if there are none, are overwritten before the backward."""
+    leaves = [w.clone().requires_grad_(), g.clone().requires_grad_()]
+    x = x.clone()
+    o, *others = (torch.compile(body, backend=eager_backend(), fullgraph=True) if compiled else body)(x, *leaves)
+    for other in others or [x]:
+        other.detach().zero_()
+    o.square().sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def check_changed_between(body, x):
+    w = torch.randn(6, sum(WIDTHS), dtype=torch.float64)
+    g = torch.randn(2, 20, HV, dtype=torch.float64)
+    expected = changed_between(body, False, x, w, g)
+    for a, b in zip(changed_between(body, True, x, w, g), expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("body", [repeated, copied])
+@pytest.mark.parametrize("name", VIEWS_OF_INPUT)
+def test_any_view_of_an_input_is_the_callers(name, body):
+    torch.manual_seed(0)
+
+    def layer(x, w, g):
+        return (body(VIEWS_OF_INPUT[name](x), g),)
+
+    check_changed_between(layer, torch.randn(2, 20, sum(WIDTHS), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", VIEWS_TO_RETURN)
+def test_any_view_that_is_returned_is_the_callers(name):
+    torch.manual_seed(0)
+
+    def layer(x, w, g):
+        row = x @ w
+        return copied(row, g), VIEWS_TO_RETURN[name](row.detach())
+
+    check_changed_between(layer, torch.randn(2, 20, 6, dtype=torch.float64))
+
+
+def test_an_expanded_parameter_is_the_callers():
+    torch.manual_seed(0)
+
+    def layer(query, w, g):
+        _, k, v = heads(g.sin().sum(-1, keepdim=True) * w.sum(0))
+        q = query.expand(2, -1, -1, -1).contiguous()
+        return (gdn_ops.chunk_gated_delta_rule(q, k, v, -g.exp(), g.sigmoid(), use_qk_l2norm_in_kernel=True)[0],)
+
+    check_changed_between(layer, torch.randn(1, 20, HK, D, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda row: row,
+        lambda row: row.as_strided(row.shape, row.stride()),
+        lambda row: row[None].expand(2, -1, -1, -1)[0],
+        lambda row: row + torch.randn_like(row),
+    ],
+)
+def test_what_the_graph_computes_and_keeps_is_read_without_a_copy(view):
+    def layer(x, w, g):
+        return copied(view(x @ w), g).sum(), (x @ w).sin(), x.mT
+
+    sizes = (2, 20, 6), (6, sum(WIDTHS)), (2, 20, HV)
+    report = inductor_passes.explain(layer, *(torch.randn(size, requires_grad=True) for size in sizes))
+    assert report.calls[0].copies_removed == 3
