@@ -96,6 +96,11 @@ _FUNCTIONAL = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_w
 """Calls that are no ops with a schema, but known to return memory of their own and to write to none of their inputs."""
 
 
+def _tensor_inputs(node: Node) -> list[Node]:
+    """A node's inputs without those that compute sizes."""
+    return [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), int | float | torch.SymInt)]
+
+
 def _is_understood(node: Node) -> bool:
     """Whether a call says which of its inputs its outputs may show and which it writes to."""
     if isinstance(node.target, HigherOrderOperator):
@@ -125,13 +130,13 @@ def _storage(node: Node) -> int | None:
 
 
 def _is_constant(node: Node) -> bool:
-    """Computed from nothing that is given to the graph."""
+    """Computed from no tensor that is given to the graph."""
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
         if node.op != "call_function":
             return False
-        new = [source for source in node.all_input_nodes if source not in seen]
+        new = [source for source in _tensor_inputs(node) if source not in seen]
         seen.update(new)
         stack += new
     return True
@@ -143,7 +148,7 @@ def _may_show(node: Node) -> list[Node]:
     That is the schema's alias annotations, the storages of the fake values, and what Inductor may drop (functional
     forms of views, conversions to the same dtype, sums with a constant).
     """
-    sources = node.all_input_nodes
+    sources = _tensor_inputs(node)
     if node.op != "call_function" or not sources:
         return []
     if node.target is operator.getitem:
