@@ -90,19 +90,20 @@ def outputs_of(node: Node) -> dict[int, Node]:
 
 def outputs_stay_inside(
     fwd: Node, bwds: Sequence[Node], replaced: dict[Node, torch.Tensor], changes: dict[str, Any] | None = None
-) -> tuple[torch.Tensor, ...] | None:
-    """The outputs (fake values) of a forward call with other operands and options, if it changes the size of no output
-    but those that the backward calls alone use; else None."""
+) -> Any:
+    """The fake value of a forward call with other operands and options (a tensor, or a tuple of them, as the op returns
+    it), if it changes the size of no output but those that the backward calls alone use; else None."""
     args, kwargs = tree_map_only(
         Node, lambda n: replaced.get(n, n.meta["val"]), (tuple(fwd.args), {**fwd.kwargs, **(changes or {})})
     )
     mode = next(x.fake_mode for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor))
     with mode:
         new = fwd.target(*args, **kwargs)  # type: ignore[operator]
-    for index, node in outputs_of(fwd).items():
-        if not same_sizes(node, [size(n) for n in new[index].shape]) and any(user not in bwds for user in node.users):
+    single = isinstance(new, torch.Tensor)
+    for node, value in [(fwd, new)] if single else [(node, new[index]) for index, node in outputs_of(fwd).items()]:
+        if not same_sizes(node, [size(n) for n in value.shape]) and any(user not in bwds for user in node.users):
             return None
-    return tuple(new)
+    return new if single else tuple(new)
 
 
 class Extents:
@@ -152,10 +153,39 @@ class Extents:
         return known
 
 
+class CyclicGraphError(RuntimeError):
+    """Nodes need each other, so no order is right."""
+
+
+class Snapshot:
+    """What every node of a graph takes, and their order: edits that erase none of them can be taken back."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = [(node, node.args, node.kwargs) for node in graph.nodes]
+
+    def restore(self) -> None:
+        """Make the graph what it was."""
+        for node, args, kwargs in self._nodes:
+            node.args, node.kwargs = args, kwargs
+        known = {node for node, _, _ in self._nodes}
+        made = [node for node in self._graph.nodes if node not in known]
+        for node in made:
+            node.args, node.kwargs = (), {}
+        for node in made:
+            self._graph.erase_node(node)
+        last = self._nodes[0][0]
+        for node, _, _ in self._nodes[1:]:
+            last.append(node)
+            last = node
+
+
 def restore_order(graph: Graph) -> int:
     """Move every node that stands before one of its inputs to right behind the last of them; returns how many moved.
 
     Nodes that stand right are not touched, so the order of the program is kept wherever it can be.
+
+    CyclicGraphError if there is no order.
     """
     placed: set[Node] = set()
     waiting: dict[Node, list[Node]] = {}
@@ -177,7 +207,8 @@ def restore_order(graph: Graph) -> int:
             placed.add(late)
             last, moved = late, moved + 1
             ready += waiting.pop(late, [])
-    assert not waiting, "the graph has a cycle"
+    if waiting:
+        raise CyclicGraphError(f"no order of the graph is right: {min(map(str, waiting))} needs itself")
     return moved
 
 

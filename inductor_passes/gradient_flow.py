@@ -46,6 +46,7 @@ DTYPE_ONLY = {
 """Ops that ask a tensor for its dtype and device alone."""
 _COPY_PRECISION = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 _CONSUMERS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution_backward.default}
+"""What a projection's backward hands the row's gradient to; beside it a sum, if it has a bias."""
 
 
 def _elements(form: Placements) -> Size:
@@ -66,7 +67,8 @@ class Flow:
     stops: list[tuple[Node, Node]] = field(default_factory=list)
 
     def describe(self, node: Node) -> Placements:
-        """A node's placements; what holds none of the gradients is one opaque piece, or nothing if it is zero."""
+        """A node's placements; what holds none of the gradients is one opaque piece, or nothing if it is zero or
+        undefined."""
         form = self.forms.get(node)
         if form is None:
             form = self.others.get(node)
@@ -75,7 +77,7 @@ class Flow:
         return form
 
     def _describe_other(self, node: Node) -> Placements:
-        if is_zero(node):
+        if is_zero(node) or node.target is aten.empty.memory_format:
             return ()
         # Where a tensor of others is zero, it leaves room for the gradients; only then is it worth taking apart.
         if node.target in _SPREADS or node.target in KEEP_NUMBERING or permutation(node) is not None:
@@ -102,7 +104,7 @@ def follow(gradients: dict[Node, str], position: dict[Node, int]) -> tuple[Flow,
             flow.forms[node] = form
             reached.append(node)
         for user in node.users:
-            if user in queued:
+            if user in queued or user.target in DTYPE_ONLY:
                 continue
             if user.target in MOVES:
                 queued.add(user)
@@ -144,9 +146,10 @@ def why_none(flow: Flow, refused: list[Left]) -> Left:
     sources: dict[str, Node] = {}
     for source, user in flow.stops:
         for placement in flow.describe(source):
-            if placement.source in flow.gradients:
-                ends.setdefault(flow.gradients[placement.source], user)
-                sources.setdefault(flow.gradients[placement.source], source)
+            name = flow.gradients.get(placement.source)
+            bias = name in ends and ends[name].target is aten.sum.dim_IntList and user.target in _CONSUMERS
+            if name is not None and (name not in ends or bias):
+                ends[name], sources[name] = user, source
     if not ends:
         return Left("split_elsewhere", "the gradients are not used in this graph")
     for name, user in ends.items():

@@ -356,3 +356,13 @@ def is_zero(node: Node) -> bool:
             return False
         node = node.args[0]
     return False
+
+
+def starts_undefined(node: Node) -> bool:
+    """The node is memory that nothing was written to yet, or that scatters wrote to in part: the rest may be anything.
+
+    Such is a row that a call of this graph shall write into.
+    """
+    while node.target is aten.as_strided_scatter.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is aten.empty.memory_format

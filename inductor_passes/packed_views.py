@@ -12,6 +12,8 @@ how it was spelled. Columns that others write (a gate's gradient, say) are writt
     drow = auto_functionalized_v2(bwd_row_, row=row, ...)
 
 Columns that depend on the op itself (a gradient that a hook changed, or that has a second use) are written after it.
+Where several calls have their columns in one row, the last of them is rewritten first, with the others' gradients as
+columns of others; then the row as it is before that call is a row for the call before it.
 
 A row that is kept sequence first, [T,B,W], is made as such and handed to the op as a [B,T,W] view:
 
@@ -37,7 +39,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.edits import Extents, call, output, outputs_of, same_sizes, written_value
 from inductor_passes.gradient_flow import DTYPE_ONLY, Flow, Left, describe_use, follow, other_use, why_none, why_not
-from inductor_passes.moves import arguments
+from inductor_passes.moves import arguments, starts_undefined
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, divide, is_dense, multiply, product, same, shape_of
 from inductor_passes.views import Axis, Placement, Placements, gaps, runs
@@ -165,6 +167,9 @@ def _plan(
     if not is_dense(value):
         return Left("not_token_rows", f"{root} is not dense")
     width = divide(product(shape_of(root)), product(lead))
+    if width is None and isinstance(shape_of(root)[-1], int):
+        shape = tuple(shape_of(root))
+        return Left("not_token_rows", f"{root} {shape} holds other tokens than the call's {tuple(lead)}")
     if not isinstance(width, int):
         return Left("dynamic_row_width", f"{root} has {width or product(shape_of(root))} elements a token")
     unknown = [n for n in shape_of(root) if not isinstance(n, int) and not any(same(n, size) for size in lead)]
@@ -208,6 +213,8 @@ def _plan(
     uncovered = gaps(taken, width)
     if uncovered is None:
         return Left("overlap", f"an element of {root} is written twice")
+    if starts_undefined(root):
+        uncovered = 0  # another call shall write there
     if not layouts:
         return left[0] if left else Left("split_elsewhere", f"no gradient reaches {root}")
     late = [f for f in foreign if _depends_on(f.source, bwd, position)]
@@ -300,17 +307,29 @@ def _layout(placement: Placement) -> list[int] | None:
     return None
 
 
-def _depends_on(node: Node, ancestor: Node, position: dict[Node, int]) -> bool:
-    """Whether `node` needs `ancestor`; only what stands behind the ancestor is searched."""
+def _depends_on(
+    node: Node, ancestor: Node, position: dict[Node, int], waits: dict[Node, tuple[Node, ...]] | None = None
+) -> bool:
+    """Whether `node` needs `ancestor`; only what can stand behind the ancestor is searched.
+
+    waits: what nodes shall need besides what they take.
+    """
+    waits = waits or {}
     start = position[ancestor]
+    # A node that waits for what stands behind it leads from there back to itself.
+    back = [(position[n], max(map(position.__getitem__, sources))) for n, sources in waits.items() if sources]
+    for first, last in sorted(back, reverse=True):
+        if first < start <= last:
+            start = first
     stack, seen = [node], set()
     while stack:
         node = stack.pop()
         if node is ancestor:
             return True
-        if node not in seen and position[node] > start:
+        if node not in seen and position[node] >= start:
             seen.add(node)
             stack.extend(node.all_input_nodes)
+            stack.extend(waits.get(node, ()))
     return False
 
 
@@ -424,14 +443,26 @@ def _write(
     return call(graph, like, aten.as_strided_scatter.default, (row, source, shape, strides, columns.offset))
 
 
-def conflicts(plans: list[RowPlan]) -> list[RowPlan]:
-    """The plans of a list that can be carried out together: none touches what an earlier one replaces."""
+def choose(plans: list[RowPlan], position: dict[Node, int]) -> list[RowPlan]:
+    """The plans of a list that can be carried out together, as they then have to be carried out.
+
+    None touches what another one replaces: of plans with one row, that of the last backward call is taken. It waits
+    for the others' gradients, so they are written first, and the other calls can be planned again, into that row.
+
+    Columns that are written first make a backward call wait for more than it did, for another call's backward perhaps.
+    Where that one waits for columns that come from this one, these are written behind it instead.
+    """
     chosen: list[RowPlan] = []
     replaced: set[Node] = set()
-    for plan in plans:
+    waits: dict[Node, tuple[Node, ...]] = {}
+    for plan in sorted(plans, key=lambda plan: position[plan.bwd], reverse=True):
         mine = {plan.root, *(f.source for f in (*plan.before, *plan.after))}
         if mine & replaced:
             continue
+        late = tuple(f for f in plan.before if _depends_on(f.source, plan.bwd, position, waits))
+        if late:
+            plan = replace(plan, before=tuple(f for f in plan.before if f not in late), after=(*plan.after, *late))
+        waits[plan.bwd] = tuple(f.source for f in plan.before)
         chosen.append(plan)
         replaced |= mine
     return chosen

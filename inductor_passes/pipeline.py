@@ -1,6 +1,7 @@
 """One graph through all passes, in order, with one sort and one dead-code elimination at the end."""
 
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,13 +11,13 @@ from torch.fx import Graph, Node
 
 from inductor_passes import registry, settings
 from inductor_passes.dense_rows import find_dense_rows, not_dense, replace_dense_rows
-from inductor_passes.edits import outputs_of, restore_order
+from inductor_passes.edits import CyclicGraphError, Snapshot, outputs_of, restore_order
 from inductor_passes.gradient_flow import Left
 from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
-from inductor_passes.moves import MOVES
+from inductor_passes.moves import MOVES, arguments
 from inductor_passes.norm_folding import find_norms, replace_norms
 from inductor_passes.operand_copies import find_operand_copies, replace_operand_copies
-from inductor_passes.packed_views import RowPlan, conflicts, find_packed_row, replace_packed_row
+from inductor_passes.packed_views import RowPlan, choose, find_packed_row, replace_packed_row
 from inductor_passes.registry import PackedVariant
 from inductor_passes.report import CallReport, Report, UnpackedCallError, location, saved_bytes
 from inductor_passes.settings import Settings
@@ -61,19 +62,51 @@ def find_calls(graph: Graph) -> list[CallSite]:
     by_fwd = {variant.ops.fwd: variant for variant in registry.variants()}
     by_bwd = {variant.ops.bwd: variant for variant in by_fwd.values()}
     sites: dict[Node, CallSite] = {}
+    takers: dict[tuple[Node, ...], list[CallSite]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if node.target in by_fwd:
-            sites[node] = CallSite(by_fwd[node.target], node, [])
+            variant = by_fwd[node.target]
+            sites[node] = CallSite(variant, node, [])
+            takers.setdefault(_operands(node, variant), []).append(sites[node])
         elif node.target in by_bwd:
-            # What the forward saved leads back to it, whatever became of its operands.
-            fwd = next((s.args[0] for s in node.all_input_nodes if s.args and s.args[0] in sites), None)
-            site = (
-                sites[fwd] if isinstance(fwd, Node) else sites.setdefault(node, CallSite(by_bwd[node.target], None, []))
-            )
+            variant = by_bwd[node.target]
+            site = _site_of(node, variant, sites, takers.get(_operands(node, variant), []))
+            if site is None:
+                site = sites[node] = CallSite(variant, None, [])
             site.bwds.append(node)
     return list(sites.values())
+
+
+def _operands(node: Node, variant: PackedVariant) -> tuple[Node, ...]:
+    given = arguments(node)
+    return tuple(given[name] for name in variant.operands)  # type: ignore[misc]
+
+
+def _site_of(bwd: Node, variant: PackedVariant, sites: dict[Node, CallSite], takers: list[CallSite]) -> CallSite | None:
+    """The call that a backward call belongs to; `takers`: calls of its variant that take the same operands.
+
+    What the forward saved leads back to it, whatever became of its operands. (Operands lead elsewhere: one may be what
+    another call returned.) A forward that saves nothing but its inputs is the one that takes the same ones.
+    """
+    given = arguments(bwd)
+    inputs = {argument.name for argument in variant.ops.fwd._schema.arguments}
+    saved: Counter[Node] = Counter()
+    for name, value in given.items():
+        if name not in inputs and isinstance(value, Node):
+            fwd = value.args[0] if value.target is operator.getitem else value
+            if isinstance(fwd, Node) and fwd.target is variant.ops.fwd:
+                saved[fwd] += 1
+
+    def agreement(site: CallSite) -> tuple[int, int, int]:
+        assert site.fwd is not None
+        theirs = arguments(site.fwd)
+        equal = sum(theirs[name] == given[name] for name in inputs & given.keys())
+        return saved[site.fwd], equal, -len(site.bwds)
+
+    found = [site for site in sites.values() if site.fwd in saved] if saved else takers
+    return max(found, key=agreement, default=None)
 
 
 def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold: bool = True) -> Report:
@@ -118,10 +151,18 @@ def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold
             if rows:
                 replace_dense_rows(graph, rows, callers)
                 site.rows_made, changed = len(rows), True
-    plans, left = _pack_rows(graph, sites)
+    before = Snapshot(graph)
+    try:
+        plans, left = _pack_rows(graph, sites)
+        restore_order(graph)
+    except CyclicGraphError as error:
+        # A fault of the pass, but no reason to fail the user's compilation: the graph was right before.
+        log.warning("rows are not packed in this graph: %s", error)
+        before.restore()
+        restore_order(graph)
+        plans, left = {}, {bwd: Left("cyclic_graph", str(error)) for site in sites for bwd in site.bwds}
     report = Report(tuple(line for site in sites for line in _reports(site, plans, left)))
     if plans or changed:
-        restore_order(graph)
         graph.eliminate_dead_code()
         graph.lint()
         _show(graph, "after")
@@ -162,12 +203,12 @@ def _pack_rows(graph: Graph, sites: list[CallSite]) -> tuple[dict[Node, RowPlan]
                 left[bwd] = found
             else:
                 plans.append(found)
-        chosen = conflicts(plans)
+        chosen = choose(plans, position)
         renamed: dict[Node, Node] = {}
         for plan in chosen:
             replace_packed_row(graph, plan, renamed)
             done[plan.bwd] = plan
-        open_calls = [(plan.variant, plan.bwd) for plan in plans if plan not in chosen]
+        open_calls = [(plan.variant, plan.bwd) for plan in plans if plan.bwd not in done]
         if open_calls:
             restore_order(graph)
     return done, left

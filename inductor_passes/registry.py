@@ -62,13 +62,23 @@ class PackedVariant:
 
     @cached_property
     def ops(self) -> "VariantOps":
-        """The overloads, looked up when a graph is first searched (so registration needs no op yet)."""
-        return VariantOps(
-            overload(self.fwd),
-            overload(self.bwd),
-            overload(self.bwd_row),
-            None if self.bwd_row_ is None else overload(self.bwd_row_),
-        )
+        """The overloads, looked up when a graph is first searched (so registration needs no op yet).
+
+        LookupError if one is not defined by then.
+        """
+        try:
+            return VariantOps(
+                overload(self.fwd),
+                overload(self.bwd),
+                overload(self.bwd_row),
+                None if self.bwd_row_ is None else overload(self.bwd_row_),
+            )
+        except AttributeError as error:
+            raise LookupError(
+                f"inductor_passes: a packed variant of {self.fwd!r} is registered, but one of its ops is not defined "
+                f"({error}). Define the ops before anything is compiled, or take the variant out again with "
+                "inductor_passes.registry.unregister."
+            ) from error
 
     @cached_property
     def identity(self) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ REASONS = {
     "cast_between": "the dtype changes between the split and the op",
     "computed_between": "something computes between the split and the op",
     "nothing_to_save": "one gradient alone ends in the row",
+    "cyclic_graph": "rows of the graph's calls wait for each other, and the pass did not see it",
 }
 """Reason codes in words; docs/passes.md has the remedies."""
 
