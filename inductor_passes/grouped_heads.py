@@ -11,8 +11,9 @@ head h % H, is not the same and stays). The sum over a group then happens inside
 accurate than a sum in a low precision, so not bitwise the same there.
 
 Conditions: every grouped operand is repeated, by the same factor; in the backward every one of their gradients that is
-used goes to the sum over its group and nowhere else; outputs of the forward whose size changes are used by the backward
-alone.
+used goes to the sum over its group and nowhere else; outputs of the forward whose size changes are used by the
+backward alone; symbolic sizes of new views can be had from the source or from an operand that is not repeated. Heads
+repeated in several steps are folded step by step.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from inductor_passes.edits import call, erase_unused, outputs_of, outputs_stay_i
 from inductor_passes.moves import KEEP_NUMBERING, MOVES, arguments, permutation
 from inductor_passes.operand_views import is_private
 from inductor_passes.registry import PackedVariant
-from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of, size
+from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of
 from inductor_passes.views import Placements, to_coordinates, whole
 
 aten = torch.ops.aten
@@ -276,6 +277,9 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
         if found is None or (bwds and not is_private(found.source)):
             return None
         operands[name] = found
+    others = _other_operands(variant, callers[0])
+    if not all(found.order or _can_view(found.shape, [found.source, *others]) for found in operands.values()):
+        return None
     if len({(found.heads, found.factor) for found in operands.values()}) != 1:
         return None
     factor = next(iter(operands.values())).factor
@@ -287,12 +291,12 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
             if name not in operands or gradient is None or not gradient.users:
                 continue
             total = find_group_sum(gradient, factor)
-            if total is None:
+            if total is None or not _can_view(shape_of(total.total), [operands[name].source, *others]):
                 return None
             sums.append(total)
     plan = GroupPlan(fwd, bwds, operands, sums)
     if fwd is not None:
-        replaced = {given[0][name]: _fake_source(found) for name, found in operands.items()}
+        replaced = {given[0][name]: _fake_source(found, others) for name, found in operands.items()}
         value = outputs_stay_inside(fwd, bwds, replaced)  # type: ignore[arg-type]
         return None if value is None else replace(plan, fwd_value=value)
     return plan
@@ -302,33 +306,49 @@ def _fake_mode(values: object) -> torch._subclasses.FakeTensorMode:
     return next(x.fake_mode for x in tree_leaves(values) if isinstance(x, FakeTensor))
 
 
-def _fake_source(found: Repeated) -> torch.Tensor:
+def _other_operands(variant: PackedVariant, caller: Node) -> list[Node]:
+    """The operands of a call whose heads are not repeated: they have the batch and token axes that all have."""
+    given = arguments(caller)
+    found = [given[name] for name in variant.operands if name not in variant.grouped_operands]
+    return [operand for operand in found if isinstance(operand, Node)]
+
+
+def _size_from(extent: Size, sources: list[Node]) -> tuple[Node, int] | None:
+    """A tensor and the dimension of it that has this symbolic size."""
+    return next(((x, dim) for x in sources for dim, n in enumerate(shape_of(x)) if same(n, extent)), None)
+
+
+def _can_view(wanted: list[Size], sources: list[Node]) -> bool:
+    """Whether a view's shape can be written with sizes of these tensors; one may be left to be inferred."""
+    return sum(not isinstance(n, int) and _size_from(n, sources) is None for n in wanted) <= 1
+
+
+def _fake_source(found: Repeated, others: list[Node]) -> torch.Tensor:
     value = found.source.meta["val"]
     with _fake_mode(value):
         if found.order:
             return value.permute(found.order)
-        return value if value.dim() == 4 and same_sizes(found.source, found.shape) else value.reshape(_sizes(found))
-
-
-def _sizes(found: Repeated) -> list[int | torch.SymInt]:
-    """The wanted shape with the tensor's own symbols in it; one size at most is left to be inferred."""
-    known = [n for n in found.source.meta["val"].shape if isinstance(n, torch.SymInt)]
-    result: list[int | torch.SymInt] = []
-    for extent in found.shape:
-        match = next((n for n in known if same(size(n), extent)), -1)
-        result.append(extent if isinstance(extent, int) else match)
-    return result
+        if same_sizes(found.source, found.shape):
+            return value
+        sources = [found.source, *others]
+        shape: list[int | torch.SymInt] = []
+        for extent in found.shape:
+            known = None if isinstance(extent, int) else _size_from(extent, sources)
+            inferred = extent if isinstance(extent, int) else -1
+            shape.append(inferred if known is None else known[0].meta["val"].shape[known[1]])
+        return value.reshape(shape)
 
 
 # ------------------------------------------------------------------------------------------------------------ editing
 def replace_grouped_heads(graph: Graph, plan: GroupPlan, variant: PackedVariant) -> None:
     """Do what a plan says."""
     callers = [node for node in (plan.fwd, *plan.bwds) if node is not None]
+    others = _other_operands(variant, callers[0])
     for name, found in plan.operands.items():
         old = arguments(callers[0])[name]
         assert isinstance(old, Node)
         with graph.inserting_before(callers[0]):
-            new = _take_source(graph, old, found)
+            new = _take_source(graph, old, found, others)
         for node in callers:
             positions = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
             if name in node.kwargs:
@@ -348,13 +368,16 @@ def replace_grouped_heads(graph: Graph, plan: GroupPlan, variant: PackedVariant)
                 new = call(graph, total, aten.permute.default, (new, summed.order))
             if not same_sizes(new, shape_of(total)):
                 # Sizes come from the forward's operand: a use of the gradient for its size would look like a use.
-                shape = _shape_argument(graph, total, like, shape_of(total))
+                shape = _shape_argument(graph, total, [like, *others], shape_of(total))
                 new = call(graph, total, aten.view.default, (new, shape))
         total.replace_all_uses_with(new)
         erase_unused(graph, total)
+    further = find_grouped_heads(variant, plan.fwd, plan.bwds)
+    if further is not None:  # what was folded was repeated itself
+        replace_grouped_heads(graph, further, variant)
 
 
-def _take_source(graph: Graph, like: Node, found: Repeated) -> Node:
+def _take_source(graph: Graph, like: Node, found: Repeated, others: list[Node]) -> Node:
     source = found.source
     if found.order:
         if found.order == [0, 1, 2, 3]:
@@ -362,17 +385,16 @@ def _take_source(graph: Graph, like: Node, found: Repeated) -> Node:
         return call(graph, like, aten.permute.default, (source, found.order))
     if same_sizes(source, found.shape):
         return source
-    return call(graph, like, aten.view.default, (source, _shape_argument(graph, like, source, found.shape)))
+    return call(graph, like, aten.view.default, (source, _shape_argument(graph, like, [source, *others], found.shape)))
 
 
-def _shape_argument(graph: Graph, like: Node, source: Node, wanted: list[Size]) -> list[int | Node]:
-    """A view's shape with symbolic sizes taken from the source's own dimensions."""
-    shape = shape_of(source)
+def _shape_argument(graph: Graph, like: Node, sources: list[Node], wanted: list[Size]) -> list[int | Node]:
+    """A view's shape, with symbolic sizes taken from dimensions of these tensors."""
     result: list[int | Node] = []
     for extent in wanted:
         if isinstance(extent, int):
             result.append(extent)
             continue
-        dim = next((i for i, n in enumerate(shape) if same(n, extent)), None)
-        result.append(-1 if dim is None else call(graph, like, aten.sym_size.int, (source, dim)))
+        known = _size_from(extent, sources)
+        result.append(-1 if known is None else call(graph, like, aten.sym_size.int, known))
     return result

@@ -75,3 +75,46 @@ def test_near_misses_stay(prepare):
     off, _ = run(prepare, grouped_heads=False)
     for a, b in zip(on, off, strict=True):
         assert torch.equal(a, b)
+
+
+FLAT_TOKENS = {
+    "reshape": lambda x, B, T: repeated(x.reshape(B * T, 1, H, -1)).view(B, T, HV, -1),
+    "flatten": lambda x, B, T: x.flatten(0, 1).repeat_interleave(R, 1).unflatten(0, (B, T)),
+    "expand": lambda x, B, T: x.reshape(B * T, H, 1, -1).expand(-1, -1, R, -1).reshape(B, T, HV, -1),
+}
+
+
+@pytest.mark.parametrize("name", FLAT_TOKENS)
+def test_heads_of_flat_tokens_with_dynamic_batch_and_length(name):
+    def f(x, w, g):
+        B, T, _ = x.shape
+        q, k, v = heads(*parts(x @ w))
+        return toy(FLAT_TOKENS[name](q, B, T), FLAT_TOKENS[name](k, B, T), v, g)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reports = []
+    compiled = torch.compile(f, backend=eager_backend(reports.append), fullgraph=True)
+    for B, T in ((2, 6), (2, 9), (3, 5)):  # the second shape makes T dynamic, the third B as well
+        leaves = [torch.randn(s, dtype=torch.float64) for s in ((B, T, 16), (16, WIDTH), (B, T, HV))]
+        results = []
+        for function in (f, compiled):
+            inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+            y = function(*inputs)
+            y.square().sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in inputs)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len(reports) == 3
+    assert all(call.grouped_heads and call.reason == "packed" for report in reports for call in report.calls)
+
+
+def test_heads_repeated_in_two_steps_are_folded_both_times():
+    def prepare(q, k, v, step=lambda x: x[:, :, :1].repeat_interleave(H, 2)):
+        return repeated(step(q)), repeated(step(k)), v
+
+    on, call = run(prepare)
+    assert (call.grouped_heads, call.operands, call.copied) == (True, ("q", "k", "v"), ())
+    off, _ = run(prepare, grouped_heads=False)
+    for a, b in zip(on, off, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
