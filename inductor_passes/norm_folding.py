@@ -7,10 +7,15 @@
     dx = <the norm's backward>(dqn, x)
 
 A norm has many spellings (F.normalize, rsqrt, sqrt and a division, a cast on the way), and its backward has more. So it
-is recognised by what it computes: both regions are evaluated on random values, a few small vectors in float64, and have
-to agree with the op's formula x / sqrt(sum(x^2) + eps) and its gradient to five digits. That leaves eps free
-(F.normalize clamps at 1e-12, the op adds 1e-6), so the result is not bitwise the same, and the pass is off unless it
-is asked for.
+is recognised by what it computes: both regions are evaluated in float64 on a few random vectors at each of nine scales,
+with elements around 1e-6 up to 1e2. Both have to agree to six digits, at every scale, with one of two functions and its
+gradient: the op's own x / sqrt(sum(x^2) + eps), or x / norm(x), which F.normalize is for norms above its 1e-12.
+Any other eps, or anything that is not the same function of small and of large vectors, is left.
+
+What changes is then exactly this. The op's own formula: roundings. F.normalize and x / norm: a vector of norm n gets
+the factor 1 / sqrt(n^2 + eps) in place of 1 / max(n, 1e-12) or 1 / n (so 0 in place of NaN for a vector of zeros), and
+the gradient belonging to it: eps / (2 n^2) relative for n^2 well above eps, which is 5e-7 at n = 1 with the op's 1e-6,
+and a vector much shorter than 1e-3 stays short. So the pass is off unless it is asked for.
 
 Conditions: every norm operand of the call is such a norm of a tensor of its own shape and dtype, over the last axis;
 its gradient goes into the backward of that norm and nowhere else; outputs of the forward whose size changes are used
@@ -18,6 +23,7 @@ by the backward alone.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +86,13 @@ class Norm:
     operand: Node
     source: Node
     gradients: dict[Node, tuple[Node, Node]]
+
+
+class Source(NamedTuple):
+    """The tensor that an operand is the norm of, and the eps in x / sqrt(sum(x^2) + eps): the op's, or 0."""
+
+    node: Node
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -170,11 +183,28 @@ def _formula_backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
     return r * dy - x * r**3 * (x * dy).sum(-1, keepdim=True)
 
 
+_SCALES = tuple(10.0**power for power in range(-6, 3))
+"""Of the samples: what is the same function at one scale may clamp, or have another eps, that shows at another."""
+
+
 def _agree(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    return a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(b.abs().max()))
 
 
-def find_source(operand: Node, eps: float) -> Node | None:
+def _norm_eps(operand: Node, source: Node, eps: float) -> float | None:
+    """Which eps, of 0 and this one, makes `operand` the norm of `source` at every scale; None if neither does."""
+    sample = _sample(source, 0)
+    found = [eps, 0.0]
+    for scale in _SCALES:
+        x = scale * sample
+        value = _Evaluation({source: x}, source).run(operand)
+        found = [candidate for candidate in found if _agree(value, _formula(x, candidate))]
+        if not found:
+            return None
+    return found[0]
+
+
+def find_source(operand: Node, eps: float) -> Source | None:
     """The tensor that `operand` is the L2 norm of, over the last axis, or None. Looks only."""
     shape, dtype = shape_of(operand), operand.meta["val"].dtype
     if not shape or not isinstance(shape[-1], int) or shape[-1] < 2:
@@ -183,9 +213,9 @@ def find_source(operand: Node, eps: float) -> Node | None:
     while queue:
         node = queue.pop(0)
         if node is not operand and same_shape(shape_of(node), shape) and node.meta["val"].dtype == dtype:
-            x = _sample(node, 0)
-            if _agree(_Evaluation({node: x}, node).run(operand), _formula(x, eps)):
-                return node
+            found = _norm_eps(operand, node, eps)
+            if found is not None:
+                return Source(node, found)
         if node.target in _COMPUTE or node.target in _KEEP_VALUE or node.target in (aten.expand.default, *_RESHAPES):
             new = [n for n in node.all_input_nodes if n not in seen and isinstance(n.meta.get("val"), Tensor)]
             seen.update(new)
@@ -193,22 +223,44 @@ def find_source(operand: Node, eps: float) -> Node | None:
     return None
 
 
-def find_norm_gradient(gradient: Node, source: Node, eps: float) -> Node | None:
+class _NormBackward:
+    """The norm's backward at every scale, next to what the graph computes."""
+
+    def __init__(self, gradient: Node, source: Source) -> None:
+        x, dy = _sample(source.node, 1), _sample(source.node, 2)
+        self._runs = [
+            (
+                _Evaluation({source.node: scale * x, gradient: dy}, source.node),
+                _formula_backward(dy, scale * x, source.eps),
+            )
+            for scale in _SCALES
+        ]
+
+    def reaches(self, node: Node) -> bool:
+        """The node can be computed from the norm's input and the gradient alone."""
+        return self._runs[0][0].run(node) is not None
+
+    def is_result(self, node: Node) -> bool:
+        """The node is the norm's gradient."""
+        return all(_agree(evaluation.run(node), expected) for evaluation, expected in self._runs)
+
+
+def find_norm_gradient(gradient: Node, source: Source) -> Node | None:
     """The node that takes a gradient through the norm of `source`, if all of the gradient's uses lead there."""
-    x, dy = _sample(source, 1), _sample(source, 2)
-    evaluation = _Evaluation({source: x, gradient: dy}, source)
-    expected = _formula_backward(dy, x, eps)
+    backward = _NormBackward(gradient, source)
     end: Node | None = None
     inside = {gradient}
     queue = [gradient]
     while queue:
         node = queue.pop(0)
         for user in node.users:
-            if user in inside or user.op != "call_function" or (value := evaluation.run(user)) is None:
+            if user in inside or user.op != "call_function" or not backward.reaches(user):
                 continue
             inside.add(user)
-            fits = user.meta["val"].dtype == gradient.meta["val"].dtype and same_shape(shape_of(user), shape_of(source))
-            if end is None and fits and _agree(value, expected):
+            fits = user.meta["val"].dtype == gradient.meta["val"].dtype and same_shape(
+                shape_of(user), shape_of(source.node)
+            )
+            if end is None and fits and backward.is_result(user):
                 end = user  # what computes on with it is no longer the norm's
             else:
                 queue.append(user)
@@ -236,7 +288,7 @@ def _find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> N
         if not isinstance(operand, Node) or any(a[name] is not operand for a in given):
             return None
         source = find_source(operand, variant.norm_eps)
-        if source is None or (bwds and not is_private(source)):
+        if source is None or (bwds and not is_private(source.node)):
             return None
         gradients = {}
         index = variant.gradients[variant.operands.index(name)]
@@ -244,11 +296,11 @@ def _find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> N
             gradient = outputs_of(bwd).get(index)
             if gradient is None or not gradient.users:
                 continue
-            end = find_norm_gradient(gradient, source, variant.norm_eps)
+            end = find_norm_gradient(gradient, source)
             if end is None:
                 return None
             gradients[bwd] = (gradient, end)
-        norms.append(Norm(name, operand, source, gradients))
+        norms.append(Norm(name, operand, source.node, gradients))
     replaced = {norm.operand: norm.source.meta["val"] for norm in norms}
     if fwd is not None and outputs_stay_inside(fwd, bwds, replaced, {variant.norm_switch: True}) is None:
         return None

@@ -47,6 +47,45 @@ def over_heads(x):
     return F.normalize(x, dim=2)
 
 
+def with_square_root_of_sum(x):
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def with_reciprocal(x):
+    return x * (x * x).sum(-1, keepdim=True).add(1e-6).sqrt().reciprocal()
+
+
+NORMS = {
+    f.__name__: f
+    for f in (
+        normalize,
+        with_rsqrt,
+        with_division,
+        with_norm,
+        with_cast,
+        of_a_multiple,
+        with_square_root_of_sum,
+        with_reciprocal,
+    )
+}
+OTHERS = {
+    "scaled": scaled,
+    "l1": l1,
+    "over heads": over_heads,
+    "normalize, eps 5": lambda x: F.normalize(x, dim=-1, eps=5.0),
+    "normalize, eps 0.1": lambda x: F.normalize(x, dim=-1, eps=0.1),
+    "normalize, eps 1e-4": lambda x: F.normalize(x, dim=-1, eps=1e-4),
+    "sum clamped at 1": lambda x: x / x.square().sum(-1, True).clamp_min(1.0).sqrt(),
+    "long vectors only": lambda x: torch.where(x.norm(dim=-1, keepdim=True) > 1, normalize(x), x),
+    "short vectors stay": lambda x: torch.where(x.norm(dim=-1, keepdim=True) > 1e-4, normalize(x), x),
+    "very long vectors stay": lambda x: torch.where(x.norm(dim=-1, keepdim=True) < 50, normalize(x), x),
+    "rsqrt, eps 1e-3": lambda x: x * torch.rsqrt(x.square().sum(-1, True) + 1e-3),
+    "rsqrt, eps 1e-5": lambda x: x * torch.rsqrt(x.square().sum(-1, True) + 1e-5),
+    "rsqrt, eps 1e-8": lambda x: x * torch.rsqrt(x.square().sum(-1, True) + 1e-8),
+    "eps beside the norm": lambda x: x / (x.norm(dim=-1, keepdim=True) + 5e-5),
+}
+
+
 def run(norm, *, fold, repeat="", q_norm=None, decompositions=True, dynamic=False):
     def f(x, w, g):
         q, k, v = heads(*parts(x @ w))
@@ -71,7 +110,7 @@ def run(norm, *, fold, repeat="", q_norm=None, decompositions=True, dynamic=Fals
 
 
 @pytest.mark.parametrize("decompositions", [True, False])
-@pytest.mark.parametrize("norm", [normalize, with_rsqrt, with_division, with_norm, with_cast, of_a_multiple])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_norm_moves_into_the_op_and_the_row_is_whole(norm, decompositions):
     off, call = run(norm, fold=False, decompositions=decompositions)
     assert not call.norm_folded
@@ -102,10 +141,11 @@ def test_dynamic_sizes():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", [scaled, l1, over_heads])
-def test_other_norms_are_left(norm):
-    off, _ = run(norm, fold=False)
-    on, call = run(norm, fold=True)
+@pytest.mark.parametrize("decompositions", [True, False])
+@pytest.mark.parametrize("norm", OTHERS.values(), ids=OTHERS)
+def test_other_functions_are_left(norm, decompositions):
+    off, _ = run(norm, fold=False, decompositions=decompositions)
+    on, call = run(norm, fold=True, decompositions=decompositions)
     assert not call.norm_folded
     for a, b in zip(off, on, strict=True):
         assert torch.equal(a, b)
@@ -115,3 +155,27 @@ def test_one_operand_without_a_norm_is_left():
     _, call = run(normalize, fold=True, q_norm=lambda x: x)
     assert not call.norm_folded
     assert call.operands == ("q", "v")
+
+
+@pytest.mark.parametrize("norm, length", [(with_rsqrt, 1e-5), (normalize, 1e-1), (normalize, 1.0)])
+def test_what_is_documented_to_change_changes(norm, length):
+    """Short vectors: the op's own formula agrees, and F.normalize differs by eps / (2 n^2)."""
+
+    def f(x, w, g):
+        q, k, v = heads(*parts(x @ w))
+        q, k = (length * normalize(y).detach() + 0 * y for y in (q, k))
+        return toy(norm(q), norm(k), v, g)
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 6, 16), (16, WIDTH), (2, 6, HV))]
+    results, reports = [], []
+    for fold in (False, True):
+        torch._dynamo.reset()
+        with inductor_passes.configured(fold_norm=fold):
+            results.append(torch.compile(f, backend=eager_backend(reports.append))(*inputs).detach())
+    assert [report.calls[0].norm_folded for report in reports] == [False, True]
+    off, on = results
+    # q and k both: twice the difference of one.
+    expected = 0 if norm is with_rsqrt else 1e-6 / length**2
+    difference = ((on - off).norm() / off.norm()).item()
+    assert abs(difference - expected) <= 1e-3 * expected + 1e-12
