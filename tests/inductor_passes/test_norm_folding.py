@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 import inductor_passes
 from inductor_passes.inspection import eager_backend
+from inductor_passes.norm_folding import find_source
 from tests.inductor_passes.spellings import HV, WIDTH, H, heads, parts
 from tests.inductor_passes.toy_attention import toy
 
@@ -155,6 +158,23 @@ def test_one_operand_without_a_norm_is_left():
     _, call = run(normalize, fold=True, q_norm=lambda x: x)
     assert not call.norm_folded
     assert call.operands == ("q", "v")
+
+
+def source_of(norm, width):
+    """Whether a function of [2,3,4,width] is taken for a norm with eps 1e-6, and which eps is found."""
+    graph = make_fx(norm, tracing_mode="fake")(torch.randn(2, 3, 4, width)).graph
+    (result,) = graph.output_node().all_input_nodes
+    with _disable_current_modes():
+        return find_source(result, 1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 128])
+def test_what_is_a_norm_does_not_depend_on_the_width(width):
+    """Random vectors of many elements are long, so a large eps or clamp is not met at one scale alone."""
+    eps = dict.fromkeys(("normalize", "with_norm", "with_square_root_of_sum", "of_a_multiple"), 0.0)
+    found = {name: source_of(norm, width) for name, norm in NORMS.items()}
+    assert {name: source and source.eps for name, source in found.items()} == {n: eps.get(n, 1e-6) for n in NORMS}
+    assert [name for name, norm in OTHERS.items() if source_of(norm, width) is not None] == []
 
 
 @pytest.mark.parametrize("norm, length", [(with_rsqrt, 1e-5), (normalize, 1e-1), (normalize, 1.0)])
