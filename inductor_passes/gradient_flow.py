@@ -184,5 +184,7 @@ def why_not(flow: Flow, name: str) -> Left:
     """Why one operand's gradient is not in a row that others are in."""
     for source, user in flow.stops:
         if any(flow.gradients.get(placement.source) == name for placement in flow.describe(source)):
+            if user.target in _CONSUMERS:
+                return Left("separate_rows", f"the gradient of {name} goes elsewhere ({describe_use(user)})", name)
             return Left(_code(source, user), f"the gradient of {name} goes through {describe_use(user)} first", name)
     return Left("separate_rows", f"the gradient of {name} does not reach the row", name)

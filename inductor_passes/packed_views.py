@@ -167,10 +167,10 @@ def _plan(
     if not is_dense(value):
         return Left("not_token_rows", f"{root} is not dense")
     width = divide(product(shape_of(root)), product(lead))
-    if width is None and isinstance(shape_of(root)[-1], int):
-        shape = tuple(shape_of(root))
-        return Left("not_token_rows", f"{root} {shape} holds other tokens than the call's {tuple(lead)}")
     if not isinstance(width, int):
+        shape = shape_of(root)
+        if all(isinstance(extent, int) for extent in shape[min(2, len(shape) - 1) :]):
+            return Left("not_token_rows", f"{root} {tuple(shape)} holds other tokens than the call's {tuple(lead)}")
         return Left("dynamic_row_width", f"{root} has {width or product(shape_of(root))} elements a token")
     unknown = [n for n in shape_of(root) if not isinstance(n, int) and not any(same(n, size) for size in lead)]
     if len(unknown) > 1:

@@ -194,15 +194,19 @@ def _pack_rows(graph: Graph, sites: list[CallSite]) -> tuple[dict[Node, RowPlan]
     open_calls = [(site.variant, bwd) for site in sites for bwd in site.bwds]
     done: dict[Node, RowPlan] = {}
     left: dict[Node, Left] = {}
+    rows: dict[Node, Node] = {}
     while open_calls:
         position = {node: index for index, node in enumerate(graph.nodes)}
         plans: list[RowPlan] = []
         for variant, bwd in open_calls:
             found = find_packed_row(variant, bwd, position)
-            if isinstance(found, Left):
-                left[bwd] = found
-            else:
+            if isinstance(found, RowPlan):
                 plans.append(found)
+                rows[bwd] = found.root
+            elif bwd in rows:
+                left[bwd] = Left("used_elsewhere", f"another call writes its row ({rows[bwd]}): {found.detail}")
+            else:
+                left[bwd] = found
         chosen = choose(plans, position)
         renamed: dict[Node, Node] = {}
         for plan in chosen:

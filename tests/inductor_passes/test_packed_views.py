@@ -309,6 +309,46 @@ def test_two_rows_are_two_rows():
     ]
 
 
+def test_projections_with_a_bias_are_rows_of_their_own():
+    """The weight's and the bias's gradients alone: what is projected needs none."""
+
+    def f(x, wq, wk, wv, bq, bk, bv, g):
+        return toy(*heads(x @ wq + bq, x @ wk + bk, x @ wv + bv), g)
+
+    widths = (QW, QW, WIDTH - 2 * QW)
+    weights, biases = [leaf(16, n) for n in widths], [leaf(n) for n in widths]
+    found = reason_of(f, leaf(2, 6, 16).detach(), *weights, *biases, leaf(2, 6, HV))
+    assert found == [(False, "separate_rows")]
+
+
+@pytest.mark.parametrize("index", [(slice(None), slice(0, 5)), (slice(0, 1),)], ids=["tokens", "batch"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_parts_sliced_behind_the_split_are_no_row_of_tokens(index, dynamic):
+    def f(row, g):
+        q, k, v = (y[index] for y in heads(*parts(row * 2)))
+        return toy(q, k, v, g[index])
+
+    row, g = leaf(2, 6, WIDTH), leaf(2, 6, HV)
+    if dynamic:
+        for x in (row, g):
+            torch._dynamo.mark_dynamic(x, 1)
+    assert reason_of(f, row, g) == [(False, "not_token_rows")]
+
+
+def test_a_part_edited_in_place_names_the_edit():
+    def f(row, g):
+        q, k, v = parts(row * 2)
+        q = q.clone()
+        q[..., 0] = 0
+        return toy(*heads(q, k, v), g)
+
+    torch._dynamo.reset()
+    (call,) = inductor_passes.explain(f, leaf(2, 6, WIDTH), leaf(2, 6, HV))
+    assert (call.reason, call.copied) == ("packed_partly", ("q",))
+    assert "the gradient of q goes through aten." in call.detail
+    assert "empty" not in call.detail, call.detail
+
+
 def test_split_in_another_graph():
     def f(q, k, v, g):
         return toy(q, k, v, g)
