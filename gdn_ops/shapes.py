@@ -52,8 +52,7 @@ class Saved(NamedTuple):
 
     norms [B,T,2,HK] (1/|q|, 1/|k|); gates [NT,HV,C] (chunk-local cumulative log2 decay); solve, scores [NT,HV,C,C];
     states [NT,HV,V,K] (transposed state at the chunk's start); updates [NT,HV,V,C]; checkpoints [NS,HV,V,K] (transposed
-    states to recompute from, unless `states` are kept, and, where segments run at once, then each inner one's
-    transition; `segment_rule`).
+    states at cuts inside documents and, where segments run at once, then each segment's transition; `segment_rule`).
     """
 
     norms: Tensor
@@ -104,16 +103,13 @@ _SPLIT_CHAINS = 40
 """Most documents times value heads for which forward and backward run on all segments at once."""
 
 _CHECKPOINT_CHAINS = 132
-"""Most documents times value heads for which the forward leaves states for the backward to recompute from."""
+"""Most documents times value heads for which the forward leaves states at cuts for the backward to start from."""
 
-_MOST_SEGMENTS = 17
+_MOST_SEGMENTS = 16
 """Of one document where they run at once: combining their states takes time with each."""
 
 _LEAST_SEGMENT_CHUNKS = 16
 """Shorter ones would take longer to start than to run."""
-
-_LEAST_STRETCH_CHUNKS = 8
-"""Of what is recomputed at once: it needs neither a summary nor a combination."""
 
 
 SEGMENT_UNIT = 16
@@ -123,65 +119,57 @@ LAST_SEGMENT = 14
 """Length of a document's last segment. A chunk of it, backwards with outputs, runs while the others run without, and
 takes that much longer; and no more than SEGMENT_UNIT, which the bound on cuts rests on."""
 
-_FIRST_SEGMENT = (12, 16)
-"""Length of a document's first segment, which the forward runs with outputs while it runs the inner segments' two
-summaries without: where these all run at once, and where one multiprocessor takes two of them after each other. Then
-the first segment could be half as long again for that launch, but would hold up the last one."""
+_FIRST_SEGMENTS = (12, 16)
+"""Length of a document's first segment, which the forward runs with outputs while it runs the inner segments' summaries
+without: where one multiprocessor takes one summary meanwhile, and where it takes two."""
 
 
 class SegmentRule(NamedTuple):
     """How the documents of a call are cut.
 
-    chunks: about how long an inner segment is; num_cuts: most cuts inside documents; is_split: whether documents run
-    in segments, all at once, forward and backward; first: how long a document's first segment is, in SEGMENT_UNIT.
-    resumed_chunks: about how long the equal stretches are that the backward recomputes at once from states that the
-    forward has left; num_resumed: most such states inside documents, 0 if there are none.
+    chunks: about how long an inner segment is; num_cuts: most cuts inside documents, 0 if none is cut; is_split:
+    whether all segments run at once, forward and backward. If not, segments are equal and only what the backward
+    computes again starts at the cuts. first: how long a document's first segment is, in SEGMENT_UNIT.
     """
 
     chunks: int
     num_cuts: int
     is_split: bool
-    first: int
-    resumed_chunks: int
-    num_resumed: int
+    first: int = SEGMENT_UNIT
 
 
-WHOLE_DOCUMENTS = SegmentRule(0, 0, False, SEGMENT_UNIT, 0, 0)
+WHOLE_DOCUMENTS = SegmentRule(0, 0, False)
 """No document is cut."""
 
 
 def segment_rule(s: Sizes) -> SegmentRule:
     """The rule of a call, from shapes alone: the lengths of its documents are known on the device only.
 
-    With f and l for the lengths of the first and last segment, in inner ones, a document of c chunks stays whole up to
-    c / chunks = f + 1/2 and becomes round(c / chunks - f - l) + 2 segments above, at least two. So a document that is
-    cut takes at most c / chunks - (f + l - 3/2) cuts, and the bracket is more than c exceeds tokens / 64 by. All cuts
-    together are at most num_tokens // (64 * chunks), and at most one less than the number of segments that `chunks`
-    was made for. To be recomputed, it becomes round(c / resumed_chunks) equal stretches, at least one.
+    Where segments do not run at once, a document of c chunks becomes round(c / chunks) equal ones, at least one. Else
+    with f and l for the lengths of the first and last, in inner ones, it stays whole up to c / chunks = f + 1/2 and
+    becomes round(c / chunks - f - l) + 2 segments above, at least two. So a document that is cut takes at most
+    c / chunks - (f + l - 3/2) cuts, and the bracket is more than c exceeds tokens / 64 by. All cuts together are at
+    most num_tokens // (64 * chunks), and at most one less than the number of segments that `chunks` was made for.
     """
     num_tokens, chains = s.B * s.T, s.N * s.HV
     if chains == 0 or chains > _CHECKPOINT_CHAINS:
         return WHOLE_DOCUMENTS
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    # A single document in as many equal stretches as run at once, several ones in more, since theirs are unequal.
     if chains > _SPLIT_CHAINS:
-        stretches = 3 * _MULTIPROCESSORS // s.HV
-    else:
-        stretches = (2 * torch.sym_min(s.N, 2) - 1) * _MULTIPROCESSORS // s.HV
-    resumed_chunks = torch.sym_max((num_chunks + stretches - 1) // stretches, _LEAST_STRETCH_CHUNKS)
-    most_resumed = torch.sym_min(stretches, num_tokens // (CHUNK * _LEAST_STRETCH_CHUNKS))
-    if chains > _SPLIT_CHAINS:
-        return SegmentRule(0, 0, False, SEGMENT_UNIT, resumed_chunks, most_resumed)
+        segments = 3 * _MULTIPROCESSORS // s.HV
+        chunks = torch.sym_max((num_chunks + segments - 1) // segments, _LEAST_SEGMENT_CHUNKS)
+        return SegmentRule(chunks, torch.sym_min(segments, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS)), False)
     # All segments of a document but one run at once with outputs, and fill the chip.
     segments = torch.sym_min(_MULTIPROCESSORS // s.HV + 1, _MOST_SEGMENTS * s.N)
     segments = torch.sym_max(torch.sym_min(segments, num_chunks // _LEAST_SEGMENT_CHUNKS), 2)
     others = _MULTIPROCESSORS - chains
     rounds = torch.sym_max(torch.sym_min((2 * s.HV * (segments - 2) + others - 1) // others, 2), 1)
-    first = _FIRST_SEGMENT[0] + (_FIRST_SEGMENT[1] - _FIRST_SEGMENT[0]) * (rounds - 1)
+    # rounds is 1 or 2, perhaps a symbol.
+    first = _FIRST_SEGMENTS[0] + (_FIRST_SEGMENTS[1] - _FIRST_SEGMENTS[0]) * (rounds - 1)
     lengths = first + LAST_SEGMENT + SEGMENT_UNIT * (segments - 2)
     chunks = torch.sym_max((SEGMENT_UNIT * num_chunks + lengths - 1) // lengths, _LEAST_SEGMENT_CHUNKS)
     most = torch.sym_min(segments - 1, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS))
-    return SegmentRule(chunks, most, True, first, resumed_chunks, most_resumed)
+    return SegmentRule(chunks, most, True, first)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

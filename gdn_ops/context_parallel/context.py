@@ -67,7 +67,8 @@ def build_for(
             raise ValueError(f"{name}: expected at least 1, got {value}")
     where = torch.get_default_device() if device is None else torch.device(device)
     if pieces is None:
-        pieces = number_of_pieces(part.max_tokens, num_v_heads) if _gains_by_pieces(where) else 1
+        ruled = PIECES_BY_DEFAULT and _gains_by_pieces(where)
+        pieces = number_of_pieces(part.max_tokens, num_v_heads) if ruled else 1
     return Context(
         plan=make_plan(part, rank, where, pieces),
         halo=make_halo(part, rank, where),
@@ -79,6 +80,10 @@ def build_for(
         exchange=exchange,
         pieces=pieces,
     )
+
+
+PIECES_BY_DEFAULT = False
+"""Whether a context that is not told a number takes the rule's, where that gains: once GPUs have run pieces."""
 
 
 def _gains_by_pieces(device: torch.device) -> bool:

@@ -257,7 +257,8 @@ class _Figure:
     def context(self, pieces: int) -> Context:
         """This rank's context; 0 pieces: by the rule."""
         group = dist.group.WORLD if self.ranks > 1 else None
-        return self.part.context(self.rank, group, self.device, pieces=pieces or None, num_v_heads=HEADS[1])
+        pieces = pieces or number_of_pieces(self.part.max_tokens, HEADS[1])
+        return self.part.context(self.rank, group, self.device, pieces=pieces)
 
     def op(self, row: Tensor, context: Context) -> Tensor:
         """The op on a packed row."""

@@ -79,7 +79,7 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
-        left_states, transitions = _parts(out.checkpoints, rule)
+        kept_cuts = out.checkpoints if out.checkpoints.shape[0] > 0 else None
         keep_states = save == "states"
         o = out.o.view(s.B * s.T, s.HV, s.V)
         results = _Results(
@@ -90,11 +90,11 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         )
         cuts = None
         if rule.is_split and rule.num_cuts > 0:
-            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule, transitions, left_states, results)
+            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule, kept_cuts, results)
         forward(
             q, k, v, kept.solve, kept.scores, kept.factors, chunks,
             initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
-            has_begun=cuts is not None, left_states=left_states,
+            has_begun=cuts is not None, checkpoints=None if rule.is_split else kept_cuts,
             **results._asdict(),
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
@@ -119,10 +119,12 @@ def chunk_bwd(
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
         cuts = None
-        resumed_states, transitions = _parts(saved.checkpoints, rule)
-        if transitions is None and rule.is_split and rule.num_cuts > 0:
+        if saved.checkpoints.shape[0] > 0:
+            if saved.checkpoints.shape[0] != rule.num_cuts * (2 if rule.is_split else 1):
+                raise RuntimeError("the setting cut_documents changed between a forward and its backward")
+            cuts = _Cuts.of(saved.checkpoints, rule)
+        elif rule.is_split and rule.num_cuts > 0:
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
-            transitions = cuts.transitions
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         keep_states = saved.states.shape[0] > 0
@@ -136,15 +138,15 @@ def chunk_bwd(
                 forward(
                     q, k, v, kept.solve, kept.scores, kept.factors, chunks,
                     initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
-                    resumed_states=resumed_states, states=states, updates=updates, heads=heads,
+                    states=states, updates=updates, heads=heads,
                 )  # fmt: skip
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
             d_initial_state = None if inputs.initial_state is None else out.d_initial_state
             cut_dstates = None
-            if transitions is not None:
+            if cuts is not None and cuts.transitions is not None:
                 cut_dstates = _gradients_at_cuts(
-                    q, k, v, flat_do, dfinal_state, kept, chunks, transitions, d_initial_state, dstates, dv, sums
+                    q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates, dv, sums
                 )
             reverse(
                 q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
@@ -199,18 +201,15 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     """
     s = sizes(inputs)
     rule = settings.segments(s)
-    tables = (s.num_chunks * 4 + (3 * s.N + rule.num_cuts + rule.num_resumed) * 8 + s.N * 4 + 2) * 4
+    tables = (s.num_chunks * 4 + (2 * s.N + rule.num_cuts) * 8 + s.N * 2 + 2) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
         prepared += s.B * s.T * 2 * s.HK * 4
     at_cuts = 0
     if rule.is_split:
-        # States and, unless they are saved, transitions; backwards the states' gradients.
-        if save in ("solve", "states"):
-            tensors = 1
-        else:
-            tensors = 3 if backward else 2
+        # Two for states and transitions unless they are saved; backwards one for the states' gradients.
+        tensors = (0 if save in ("solve", "states") else 2) + (1 if backward else 0)
         at_cuts = tensors * rule.num_cuts * s.HV * s.K * s.V * 4
     total = tables + factors + at_cuts + (0 if save in ("solve", "states") else prepared)
     if backward:
@@ -294,41 +293,37 @@ _NOTHING = _Results()
 
 
 class _Cuts(NamedTuple):
-    """Transposed states at cuts [NC,HV,V,K] and transitions [NC,HV,K,K] of the inner segments before them."""
+    """Transposed states at cuts [NC,HV,V,K] and, where segments run at once, transitions [NC,HV,K,K] of the segments
+    before them."""
 
     states: Tensor
-    transitions: Tensor
+    transitions: Tensor | None
 
-
-def _parts(checkpoints: Tensor, rule: SegmentRule) -> tuple[Tensor | None, Tensor | None]:
-    """The states to recompute from and the transitions in the saved tensor `checkpoints`, as far as it has them."""
-    rows = checkpoints.shape[0]
-    if rows == 0:
-        return None, None
-    if rows not in (rule.num_cuts, rule.num_resumed + rule.num_cuts):
-        raise RuntimeError("the setting cut_documents changed between a forward and its backward")
-    states = checkpoints[: rows - rule.num_cuts]
-    return states if states.shape[0] > 0 else None, checkpoints[states.shape[0] :] if rule.num_cuts > 0 else None
+    @staticmethod
+    def of(checkpoints: Tensor, rule: SegmentRule) -> "_Cuts":
+        """The parts of the saved tensor `checkpoints`."""
+        return _Cuts(checkpoints[: rule.num_cuts], checkpoints[rule.num_cuts :] if rule.is_split else None)
 
 
 def _states_at_cuts(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule,
-    transitions: Tensor | None = None, left_states: Tensor | None = None, results: _Results = _NOTHING,
+    into: Tensor | None = None, results: _Results = _NOTHING,
 ) -> _Cuts:  # fmt: skip
-    """What segments that run at once start from; the transitions into the tensor that is saved if there is one.
+    """What segments that run at once start from, into the tensor that is saved if there is one.
 
     On the way there the documents' first segments run, and what `results` has of theirs is filled.
     """
-    states = kept.factors.new_empty((rule.num_cuts, s.HV, s.V, s.K))
-    if transitions is None:
-        transitions = torch.empty_like(states)
+    if into is None:
+        into = kept.factors.new_empty((2 * rule.num_cuts, s.HV, s.V, s.K))
+    cuts = _Cuts.of(into, rule)
+    assert cuts.transitions is not None
     begin(
         q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-        initial_state=inputs.initial_state, cut_states=states, transitions=transitions, left_states=left_states,
+        initial_state=inputs.initial_state, cut_states=cuts.states, transitions=cuts.transitions,
         **results._asdict(),
     )  # fmt: skip
-    combine(states, transitions, chunks.cuts, backwards=False)
-    return _Cuts(states, transitions)
+    combine(cuts.states, cuts.transitions, chunks.cuts, backwards=False)
+    return cuts
 
 
 def _gradients_at_cuts(

@@ -19,8 +19,8 @@ from torch import Tensor
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK, LAST_SEGMENT, SEGMENT_UNIT, SegmentRule
 
-# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, NR most
-# states to recompute from, H heads, D head size.
+# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, H heads,
+# D head size.
 
 _DOCUMENTS_PER_STEP = 1024
 _ROWS_PER_STEP = 128
@@ -37,20 +37,16 @@ class Chunks(NamedTuple):
     segments [N+NC,8], first the first one of every document, then the last ones of documents that are cut, then inner
     ones, in each group the longest first: first token, past the DOCUMENT's last token, first chunk, number of chunks,
     document (-1: no such segment), the cut it starts at (-1: the document's start), the cut it stops at (-1: the
-    document's end), its first chunk counted from the document's.
+    document's end), where its document is cut into equal segments their chunks.
     documents [N,8]: the same for whole documents, longest first.
-    resumed [N+NR,8]: the same for the stretches that are computed again, longest first; for cuts the states left.
     cuts [N,2]: a document's first cut and its number of cuts.
-    resumes [N,2]: the first of the states that a document leaves, and after every how many chunks it leaves one.
     totals [2]: chunks in use, tokens that belong to a document.
     """
 
     table: Tensor
     segments: Tensor
     documents: Tensor
-    resumed: Tensor
     cuts: Tensor
-    resumes: Tensor
     totals: Tensor
 
 
@@ -67,27 +63,23 @@ def _span(cu_ptr, n, T, document_length, HAS_CU: tl.constexpr):
 
 
 @triton.jit
-def _cut(num_chunks, SEGMENT_CHUNKS, FIRST, LAST: tl.constexpr, UNIT: tl.constexpr):
+def _cut(num_chunks, SEGMENT_CHUNKS, FIRST, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr):
     """How document(s) are cut: chunks of the first segment and of an inner one, how many inner ones take one chunk
     more, and the number of segments. The last segment takes the rest."""
-    # No product exceeds 2^31: neither number of chunks exceeds 2^25.
-    ends = FIRST + LAST
-    more = UNIT * num_chunks + SEGMENT_CHUNKS * (2 * UNIT + UNIT // 2 - ends)
-    pieces = tl.maximum(more // (UNIT * SEGMENT_CHUNKS), 2)
-    pieces = tl.where(UNIT * num_chunks <= SEGMENT_CHUNKS * (FIRST + UNIT // 2), 1, pieces)
-    total = tl.maximum(ends + UNIT * (pieces - 2), 1)
-    head = tl.where(pieces > 1, num_chunks * FIRST // total, num_chunks)
-    inner = tl.maximum(pieces - 2, 1)
-    between = num_chunks - head - num_chunks * LAST // total
-    return head, between // inner, between % inner, pieces
-
-
-@triton.jit
-def _stretch(num_chunks, RESUMED_CHUNKS):
-    """How document(s) are computed again: chunks of a stretch, of which the last may have fewer, and how many."""
-    wanted = tl.maximum((num_chunks + RESUMED_CHUNKS // 2) // RESUMED_CHUNKS, 1)
-    length = tl.maximum((num_chunks + wanted - 1) // wanted, 1)
-    return length, tl.maximum((num_chunks + length - 1) // length, 1)
+    if IS_SPLIT:
+        # No product exceeds 2^31: neither number of chunks exceeds 2^25.
+        ends = FIRST + LAST
+        more = UNIT * num_chunks + SEGMENT_CHUNKS * (2 * UNIT + UNIT // 2 - ends)
+        pieces = tl.maximum(more // (UNIT * SEGMENT_CHUNKS), 2)
+        pieces = tl.where(UNIT * num_chunks <= SEGMENT_CHUNKS * (FIRST + UNIT // 2), 1, pieces)
+        total = tl.maximum(ends + UNIT * (pieces - 2), 1)
+        head = tl.where(pieces > 1, num_chunks * FIRST // total, num_chunks)
+        inner = tl.maximum(pieces - 2, 1)
+        between = num_chunks - head - num_chunks * LAST // total
+        return head, between // inner, between % inner, pieces
+    wanted = tl.maximum((num_chunks + SEGMENT_CHUNKS // 2) // SEGMENT_CHUNKS, 1)
+    length = (num_chunks + wanted - 1) // wanted
+    return length, length, 0 * length, tl.maximum((num_chunks + length - 1) // tl.maximum(length, 1), 1)
 
 
 @triton.jit
@@ -98,22 +90,18 @@ def _starts_at(r, head, inner, longer):
 
 @triton.jit
 def _chunk_table_kernel(
-    cu_ptr, table_ptr, segments_ptr, documents_ptr, resumed_ptr, cuts_ptr, resumes_ptr, totals_ptr, T, N, NT, NC, NR,
-    document_length, segment_chunks, first_length, resumed_chunks,
-    HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr, DOCS: tl.constexpr,
-    ROWS: tl.constexpr,
+    cu_ptr, table_ptr, segments_ptr, documents_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
+    first_length, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     mine = tl.minimum(n, N - 1)
     first, last = _span(cu_ptr, mine, T, document_length, HAS_CU)
     length = last - first
     chunks = (length + C - 1) // C
-    head, inner, longer, pieces = _cut(chunks, segment_chunks, first_length, LAST, UNIT)
+    head, inner, longer, pieces = _cut(chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
     tail = chunks - _starts_at(pieces - 1, head, inner, longer)
-    stretch, stretches = _stretch(chunks, resumed_chunks)
     before = 0
-    resumed_before = 0
-    resumed_place = 0
     cuts_before = 0
     num_cut = 0
     head_place = 0
@@ -126,7 +114,7 @@ def _chunk_table_kernel(
         m_safe = tl.minimum(m, N - 1)
         m_first, m_last = _span(cu_ptr, m_safe, T, document_length, HAS_CU)
         m_chunks = (m_last - m_first + C - 1) // C
-        m_head, m_inner, m_longer, m_pieces = _cut(m_chunks, segment_chunks, first_length, LAST, UNIT)
+        m_head, m_inner, m_longer, m_pieces = _cut(m_chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
         m_tail = m_chunks - _starts_at(m_pieces - 1, m_head, m_inner, m_longer)
         earlier = there & (m < n)
         before += tl.sum(tl.where(earlier, m_chunks, 0))
@@ -138,10 +126,6 @@ def _chunk_table_kernel(
         tail_place += tl.sum(tl.where(there & ahead & (m_pieces > 1), 1, 0))
         ahead = (m_inner > inner) | ((m_inner == inner) & (m < n))
         inner_place += tl.sum(tl.where(there & ahead, tl.maximum(m_pieces - 2, 0), 0))
-        m_stretch, m_stretches = _stretch(m_chunks, resumed_chunks)
-        resumed_before += tl.sum(tl.where(earlier, m_stretches - 1, 0))
-        ahead = (m_stretch > stretch) | ((m_stretch == stretch) & (m < n))
-        resumed_place += tl.sum(tl.where(there & ahead, m_stretches, 0))
         ahead = (m_chunks > chunks) | ((m_chunks == chunks) & (m < n))
         rank += tl.sum(tl.where(there & ahead, 1, 0))
     rows = tl.arange(0, ROWS)
@@ -164,23 +148,7 @@ def _chunk_table_kernel(
             # Boundaries that are none (overlapping documents) must not lead past the cuts' memory.
             tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1), mask=mask)
             tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, start, mask=mask)
-        # A document that would leave more states than there is memory for (overlapping ones) leaves none.
-        fits = resumed_before + stretches - 1 <= NR
-        tl.store(resumes_ptr + n * 2, tl.minimum(resumed_before, NR))
-        tl.store(resumes_ptr + n * 2 + 1, tl.where(fits, stretch, tl.maximum(chunks, 1)))
-        for r0 in range(0, stretches, ROWS):
-            r = r0 + rows
-            mask = (r < stretches) & (resumed_place + r < N + NR)
-            row_ptr = resumed_ptr + (resumed_place + r) * 8
-            tl.store(row_ptr, first + r * stretch * C, mask=mask)
-            tl.store(row_ptr + 1, last + 0 * r, mask=mask)
-            tl.store(row_ptr + 2, before + r * stretch, mask=mask)
-            tl.store(row_ptr + 3, tl.minimum(chunks - r * stretch, stretch), mask=mask)
-            tl.store(row_ptr + 4, n + 0 * r, mask=mask)
-            tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(resumed_before + r, NR) - 1, -1), mask=mask)
-            tl.store(row_ptr + 6, tl.where(r + 1 < stretches, tl.minimum(resumed_before + r, NR - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, r * stretch, mask=mask)
+            tl.store(row_ptr + 7, head + 0 * r, mask=mask)
         document_ptr = documents_ptr + rank * 8
         tl.store(document_ptr, first)
         tl.store(document_ptr + 1, last)
@@ -189,7 +157,7 @@ def _chunk_table_kernel(
         tl.store(document_ptr + 4, n)
         tl.store(document_ptr + 5, -1)
         tl.store(document_ptr + 6, -1)
-        tl.store(document_ptr + 7, 0 * chunks)
+        tl.store(document_ptr + 7, head)
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
@@ -210,11 +178,6 @@ def _chunk_table_kernel(
             for field in tl.static_range(8):
                 nothing = -1 if field >= 4 else 0
                 tl.store(segments_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NC)
-        for r0 in range(N + resumed_before, N + NR, ROWS):
-            r = r0 + rows
-            for field in tl.static_range(8):
-                nothing = -1 if field >= 4 else 0
-                tl.store(resumed_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NR)
 
 
 def chunk_table(
@@ -226,18 +189,15 @@ def chunk_table(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
         segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
         documents=like.new_empty((num_documents, 8), dtype=torch.int32),
-        resumed=like.new_empty((num_documents + rule.num_resumed, 8), dtype=torch.int32),
         cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
-        resumes=like.new_empty((num_documents, 2), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
     )
     launch(
         _chunk_table_kernel, (num_documents + 1,),
-        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts, rule.num_resumed,
+        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts,
         num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT, rule.first,
-        rule.resumed_chunks if rule.num_resumed else _UNCUT,
-        HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, C=CHUNK, DOCS=_DOCUMENTS_PER_STEP,
-        ROWS=_ROWS_PER_STEP, num_warps=4,
+        HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, IS_SPLIT=rule.is_split, C=CHUNK,
+        DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
     )  # fmt: skip
     return chunks
 

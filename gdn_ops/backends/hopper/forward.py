@@ -14,8 +14,7 @@ warpgroups own a half of V each, a producer warp feeds both.
 
 A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `begin` runs the
 documents' first segments and, in other programs of the same launch and without outputs, every inner segment's H, from
-zero, and M, from the identity without values; `forward` then runs the others from the states at their cuts. What runs
-with outputs leaves its running state here and there for the backward, whose recomputation starts from there.
+zero, and M, from the identity without values; `forward` then runs the others from the states at their cuts.
 
 Grid: one program a segment and value head, longest segments first; inner segments have two in `begin`.
 On chip: S^T in registers; tiles of q, k, v, A, P and factors, `STAGES` deep, in shared memory.
@@ -38,7 +37,7 @@ from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cle
 from gdn_ops.shapes import CHUNK
 
 # Letters: C chunk length (64), D head size (K = V = 128), M value rows of one warpgroup (64), H heads of one launch,
-# HS heads of the scratch tensors, HV value heads, R = HV / HK, NC most cuts, NR most states left for a recomputation.
+# HS heads of the scratch tensors, HV value heads, R = HV / HK, NC most cuts.
 
 # H200, 16/48 heads, 32768 tokens in five documents: 2 stages 0.414 ms, 3 stages 0.410 (outputs); the recompute's
 # 2 stages 0.56, 3 stages 0.58 (prototype, 2026-11, triton 3.6).
@@ -92,10 +91,10 @@ def _produce(
 def _consume(
     half: gl.constexpr, states_desc, updates_desc, o_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role, h, h_scratch,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, SUMMARY: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    BEGINS: gl.constexpr, SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
@@ -130,21 +129,16 @@ def _consume(
         state_MK = gl.load(initial_ptr + state_at + transposed_at, mask=starts_here, other=state_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
     decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
-    if LEAVES:
-        # The document's first chunk has none to leave.
-        earlier = (gl.maximum(offset, 1) - 1) // left_chunks
-        next_left = (earlier + 1) * left_chunks - offset
-        left_ptr = left_states_ptr + ((first_left + earlier).to(gl.int64) * HV + h) * (_D * _D)
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
         row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
         next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C))
-        if LEAVES:
-            if c == next_left:
-                gl.store(left_ptr + natural_at, state_MK)
-                next_left += left_chunks
-                left_ptr += HV * _D * _D
+        if CHECKPOINTS:
+            # `stop` is the document's first cut here.
+            if (c > 0) & (c % cut_chunks == 0):
+                cut = stop + c // cut_chunks - 1
+                gl.store(cut_states_ptr + (cut.to(gl.int64) * HV + h) * (_D * _D) + natural_at, state_MK)
         rounded_MK = state_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -212,7 +206,9 @@ def _consume(
         if SUMMARY:
             gl.store(transitions_ptr + cut_at, state_MK, mask=everywhere & (stop >= 0) & (role == _TRANSITION))
     if HAS_FINAL and not SUMMARY:
-        ends_here = everywhere & (stop < 0) & (document >= 0)
+        ends_here = everywhere & (document >= 0)
+        if not CHECKPOINTS:
+            ends_here = ends_here & (stop < 0)
         gl.store(final_ptr + state_at + transposed_at, state_MK, mask=ends_here)
     store_wait(0)
 
@@ -220,26 +216,25 @@ def _consume(
 @gluon.jit
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role, h, h_scratch,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     if role == _RUN:
         _consume(
             0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role, h, h_scratch,
-            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
             _consume(
                 0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role,
-                h, h_scratch,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -247,26 +242,25 @@ def _consume_low(
 @gluon.jit
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role, h, h_scratch,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     if role == _RUN:
         _consume(
             1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role, h, h_scratch,
-            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
             _consume(
                 1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role,
-                h, h_scratch,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -274,11 +268,10 @@ def _consume_high(
 @gluon.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr, segments_ptr,
-    resumes_ptr,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr, cuts_ptr,
     q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T, first_run, num_documents,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -302,13 +295,9 @@ def _forward_kernel(
     document = gl.load(segment_ptr + 4)
     start = gl.load(segment_ptr + 5)
     stop = gl.load(segment_ptr + 6)
-    offset = gl.load(segment_ptr + 7)
-    first_left = stop * 0
-    left_chunks = first_left + 1
-    if LEAVES:
-        owner = gl.maximum(document, 0)
-        first_left = gl.load(resumes_ptr + owner * 2)
-        left_chunks = gl.load(resumes_ptr + owner * 2 + 1)
+    cut_chunks = gl.load(segment_ptr + 7)
+    if CHECKPOINTS:
+        stop = gl.load(cuts_ptr + document * 2)
     first_value = first
     if BEGINS:
         # A document's last segment hands on nothing.
@@ -333,17 +322,15 @@ def _forward_kernel(
         [
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role,
-                h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, left_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, offset, first_left, left_chunks, role,
-                h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
+                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
@@ -360,36 +347,32 @@ def _forward_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
     *, initial_state: Tensor | None, cut_states: Tensor | None = None, has_begun: bool = False,
-    resumed_states: Tensor | None = None, left_states: Tensor | None = None, o: Tensor | None = None,
-    final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
-    heads: range | None = None,
+    checkpoints: Tensor | None = None, o: Tensor | None = None, final_state: Tensor | None = None,
+    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence; q, k, v [T,H,D] at any addressable strides (q is read for o only).
 
-    Runs on documents; or, given the states cut_states [NC,HV,V,K], on segments, all of them or, after `begin`, those
-    that start at a cut; or, given the states resumed_states [NR,HV,V,K] that an earlier run left, on the stretches
-    between those. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; left_states [NR,HV,V,K]; states
-    [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range `heads` (all if left out).
+    Runs on documents or, given the states cut_states [NC,HV,V,K], on segments: all of them or, after `begin`, those
+    that start at a cut. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; the states at cuts, checkpoints
+    [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range
+    `heads` (all if left out).
     """
     HV = v.shape[1]
     heads = range(HV) if heads is None else heads
-    runs = chunks.documents
-    if resumed_states is not None:
-        runs, cut_states = chunks.resumed, resumed_states
-    elif cut_states is not None:
-        runs = chunks.segments
+    runs = chunks.documents if cut_states is None else chunks.segments
     first_run = chunks.documents.shape[0] if has_begun else 0
+    assert cut_states is None or checkpoints is None
     _launch(
         q, k, v, solve, scores, factors, chunks, runs, first_run, runs.shape[0] - first_run, initial_state,
-        cut_states, None, left_states, o, final_state, states, updates, heads,
+        cut_states if checkpoints is None else checkpoints, None, o, final_state, states, updates, heads,
+        is_checkpointing=checkpoints is not None,
     )  # fmt: skip
 
 
 def begin(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor, left_states: Tensor | None = None,
-    o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
-    updates: Tensor | None = None,
+    *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor, o: Tensor | None = None,
+    final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence as far as it needs no combination: on the documents' first segments, with the results of
     `forward`.
@@ -400,15 +383,15 @@ def begin(
     num_documents, num_cuts = chunks.documents.shape[0], cut_states.shape[0]
     _launch(
         q, k, v, solve, scores, factors, chunks, chunks.segments, 0, num_documents + 2 * num_cuts, initial_state,
-        cut_states, transitions, left_states, o, final_state, states, updates, range(v.shape[1]),
+        cut_states, transitions, o, final_state, states, updates, range(v.shape[1]), is_checkpointing=False,
     )  # fmt: skip
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks, runs: Tensor,
     first_run: int, num_runs: int, initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None,
-    left_states: Tensor | None, o: Tensor | None, final_state: Tensor | None, states: Tensor | None,
-    updates: Tensor | None, heads: range,
+    o: Tensor | None, final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *,
+    is_checkpointing: bool,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
@@ -426,13 +409,12 @@ def _launch(
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
         factors, k if o is None else o, stand_in if initial_state is None else initial_state,
         stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
-        stand_in if transitions is None else transitions, stand_in if left_states is None else left_states, runs,
-        chunks.resumes,
+        stand_in if transitions is None else transitions, runs, chunks.cuts,
         q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0], first_run,
         chunks.documents.shape[0],
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
-        HAS_CUTS=cut_states is not None and transitions is None, BEGINS=transitions is not None,
-        LEAVES=left_states is not None, HAS_INITIAL=initial_state is not None,
+        HAS_CUTS=cut_states is not None and transitions is None and not is_checkpointing,
+        BEGINS=transitions is not None, CHECKPOINTS=is_checkpointing, HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,

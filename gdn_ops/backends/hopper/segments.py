@@ -17,10 +17,8 @@ both launches of a direction keep the chip busy (`shapes.segment_rule`).
 
 Which documents are cut, and where, is worked out on the device from `cu_seqlens` (`chunks.chunk_table`). The host knows
 shapes only: `shapes.segment_rule` says how long a segment should be, and so how many cuts there can be at most.
-
-The backward's recomputation needs neither summaries nor these lengths: the forward leaves its running state at places
-of its own, and the recomputation runs on the equal stretches between those, with the bits it would have without. Where
-summaries do not pay, that is all that is cut.
+Where it says that summaries do not pay, the forward stores its running state at each cut, and only the backward's
+recomputation runs on segments, with the bits it would have without.
 """
 
 import triton
