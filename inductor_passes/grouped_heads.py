@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes.edits import call, erase_unused, outputs_of, outputs_stay_inside, same_sizes, update_value
 from inductor_passes.moves import KEEP_NUMBERING, MOVES, arguments, permutation
-from inductor_passes.operand_views import is_private
+from inductor_passes.operand_views import is_private, lies, reshaped
 from inductor_passes.registry import PackedVariant
 from inductor_passes.sizes import Size, contiguous_strides, divide, multiply, product, same, shape_of
 from inductor_passes.views import Placements, to_coordinates, whole
@@ -278,6 +278,8 @@ def find_grouped_heads(variant: PackedVariant, fwd: Node | None, bwds: list[Node
             return None
         operands[name] = found
     others = _other_operands(variant, callers[0])
+    if any(not found.order and reshaped(lies(found.source), found.shape) is None for found in operands.values()):
+        return None  # no view of the source has that shape
     if not all(found.order or _can_view(found.shape, [found.source, *others]) for found in operands.values()):
         return None
     if len({(found.heads, found.factor) for found in operands.values()}) != 1:

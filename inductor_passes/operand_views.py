@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_passes.edits import call, output
 from inductor_passes.moves import arguments, aten, permutation
-from inductor_passes.sizes import Size, divide, multiply, same, shape_of, size
+from inductor_passes.sizes import Size, divide, multiply, same, same_shape, shape_of, size
 
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _KEEP_STRIDES = {*_RESHAPES, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
@@ -36,7 +36,7 @@ def lies(node: Node) -> Strided:
     return Strided(shape_of(node), [size(s) for s in node.meta["val"].stride()])
 
 
-def _reshaped(value: Strided, shape: list[Size]) -> Strided | None:
+def reshaped(value: Strided, shape: list[Size]) -> Strided | None:
     """A view of another shape, if memory allows one without a copy."""
     pieces: list[tuple[Size, Size]] = []  # (elements, stride) of runs of dimensions that lie as one
     for extent, stride in zip(value.shape, value.strides, strict=True):
@@ -142,11 +142,38 @@ def _is_constant(node: Node) -> bool:
     return True
 
 
+def _is_like(source: Node, node: Node) -> bool:
+    """Whether two nodes' tensors have the same shape and dtype, so that one could stand for the other."""
+    one, other = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.dtype != other.dtype:
+        return False
+    return same_shape(shape_of(source), shape_of(node))
+
+
+def _packets(*names: str) -> frozenset[object]:
+    """Those of the named ATen ops that this torch has, all overloads."""
+    return frozenset(getattr(aten, name) for name in names if hasattr(aten, name))
+
+
+_MAY_DO_NOTHING = _packets(
+    "cat", "clone", "constant_pad_nd", "repeat", "pow", "round", "floor", "ceil", "trunc", "lift_fresh_copy"
+)
+"""Inductor drops these where their result equals an input, and the caller's tensor stands in its place."""
+
+_MAY_WRITE_IN_PLACE = _packets(
+    "index_put", "_unsafe_index_put", "_index_put_impl", "index_copy", "index_add", "index_fill", "index_reduce", "put",
+    "select_scatter", "slice_scatter", "as_strided_scatter", "diagonal_scatter", "scatter", "scatter_add",
+    "scatter_reduce", "masked_scatter",
+)  # fmt: skip
+"""Functional writes: Inductor may carry them out in the memory of the first argument."""
+
+
 def _may_show(node: Node) -> list[Node]:
     """The inputs whose memory a node's value may be in, whatever the op: what says so either way counts.
 
-    That is the schema's alias annotations, the storages of the fake values, and what Inductor may drop (functional
-    forms of views, conversions to the same dtype, sums with a constant).
+    That is the schema's alias annotations, the storages of the fake values, what Inductor may drop (functional forms of
+    views, conversions to the same dtype, sums with a constant, copies), and functional writes that it may carry out in
+    place.
     """
     sources = _tensor_inputs(node)
     if node.op != "call_function" or not sources:
@@ -159,8 +186,17 @@ def _may_show(node: Node) -> list[Node]:
         return sources
     storage = _storage(node)
     same_storage = [source for source in sources if storage is not None and _storage(source) == storage]
+    if isinstance(node.target, HigherOrderOperator):  # the functional form of a call that writes to its arguments
+        return sources
     if not isinstance(node.target, OpOverload):
         return same_storage
+    packet = node.target.overloadpacket
+    if packet is aten.copy:
+        return sources
+    if packet in _MAY_WRITE_IN_PLACE:
+        return [*sources[:1], *same_storage]
+    if packet in _MAY_DO_NOTHING:
+        return [*(source for source in sources if _is_like(source, node)), *same_storage]
     if torch.Tag.view_copy in node.target.tags or node.target.is_view:
         return sources
     value = node.meta.get("val")
@@ -202,7 +238,7 @@ def through(node: Node, value: Strided) -> Strided | None:
     """What a view node makes of a tensor that lies as `value`; None if that cannot be had without a copy."""
     shape = shape_of(node)
     if node.target in _KEEP_STRIDES:
-        return _reshaped(value, shape)
+        return reshaped(value, shape)
     if node.target in (aten.alias.default, aten.detach.default):
         return value
     order = permutation(node)

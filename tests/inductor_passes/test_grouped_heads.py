@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import gdn_ops
 import inductor_passes
 from inductor_passes import pipeline
 from inductor_passes.inspection import eager_backend
@@ -118,3 +119,20 @@ def test_heads_repeated_in_two_steps_are_folded_both_times():
     off, _ = run(prepare, grouped_heads=False)
     for a, b in zip(on, off, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_that_no_view_makes_heads_are_left():
+    """Two groups of two query, two key and four value heads: their heads lie apart; only a copy joins them."""
+    torch._dynamo.reset()
+    groups, K, V = 2, 8, 8
+
+    def layer(row, g):
+        q, k, v = row.unflatten(-1, (groups, -1)).split([2 * K, 2 * K, 4 * V], -1)
+        q, k = (t.unflatten(-1, (2, K)).repeat_interleave(2, 3).flatten(2, 3) for t in (q, k))
+        v = v.unflatten(-1, (4, V)).flatten(2, 3)
+        return gdn_ops.chunk_gated_delta_rule(q, k, v, -g.exp(), g.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+
+    row, g = torch.randn(2, 70, groups * (4 * K + 4 * V)), torch.randn(2, 70, groups * 4)
+    with torch.no_grad():
+        found = torch.compile(layer, fullgraph=True)(row * 1.5, g)
+        torch.testing.assert_close(found, layer(row * 1.5, g))

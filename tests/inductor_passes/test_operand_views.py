@@ -121,6 +121,75 @@ def check_changed_between(body, x, backend=None):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+NOTHING_DONE = {
+    "clone": torch.clone,
+    "cat of one": lambda row: torch.cat([row]),
+    "stack of one": lambda row: torch.stack([row])[0],
+    "pad by nothing": lambda row: torch.nn.functional.pad(row, (0, 0, 0, 0)),
+    "repeat once": lambda row: row.repeat(1, 1, 1),
+    "first power": lambda row: row.pow(1),
+    "copied into memory": lambda row: torch.empty_like(row).copy_(row),
+}
+"""What Inductor drops."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTHING_DONE)
+def test_what_computes_nothing_of_an_input_is_the_callers(name):
+    torch.manual_seed(0)
+
+    def layer(x, w, g):
+        return (repeated(NOTHING_DONE[name](x), g),)
+
+    check_changed_between(layer, torch.randn(2, 20, sum(WIDTHS), dtype=torch.float64), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clone", "repeat once"])
+def test_what_computes_nothing_and_is_returned_is_the_callers(name):
+    torch.manual_seed(0)
+
+    def layer(x, w, g):
+        row = x @ w
+        return repeated(row, g), NOTHING_DONE[name](row.detach())
+
+    check_changed_between(layer, torch.randn(2, 20, 6, dtype=torch.float64), "inductor")
+
+
+def _index_put(cache, row):
+    cache[:, torch.arange(20)] = row
+
+
+def _select(cache, row):
+    for i in range(2):
+        cache[i] = row[i]
+
+
+def _index_copy(cache, row):
+    cache.index_copy_(1, torch.arange(20), row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [_index_put, _select, _index_copy])
+def test_a_cache_that_is_written_is_the_callers(write):
+    """Two calls fill one cache in turn; each backward needs what its own forward read there."""
+    torch.manual_seed(0)
+    cache = torch.zeros(2, 20, sum(WIDTHS), dtype=torch.float64)
+    w = torch.randn(6, sum(WIDTHS), dtype=torch.float64)
+    xs = [torch.randn(2, 20, 6, dtype=torch.float64) for _ in range(2)]
+
+    def layer(x, g, cache):
+        write(cache, x @ w)
+        return repeated(cache, g)
+
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        g = torch.linspace(-1, 1, 2 * 20 * HV, dtype=torch.float64).view(2, 20, HV).requires_grad_()
+        sum(run(x, g, cache).square().sum() for x in xs).backward()
+        found.append(g.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("body", [repeated, copied])
 @pytest.mark.parametrize("name", VIEWS_OF_INPUT)
 def test_any_view_of_an_input_is_the_callers(name, body):

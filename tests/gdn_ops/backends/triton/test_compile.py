@@ -6,7 +6,6 @@ The launchers run on meta tensors with `launch` replaced by a recorder, so what 
 import re
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,9 +111,8 @@ _SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128, "_forward_kernel": 16} 
 
 
 def _compiled(seen, arch):
-    """Compiled kernels by name; two at once, since compilers and assemblers leave Python to others."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(seen, pool.map(lambda recorded: _compile(recorded, arch), seen.values()), strict=True))
+    """Compiled kernels by name; one after the other, since Python 3.11 cannot parse in two threads at once."""
+    return {name: _compile(recorded, arch) for name, recorded in seen.items()}
 
 
 def _check(seen, spills):
