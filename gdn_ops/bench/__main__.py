@@ -234,9 +234,12 @@ def accuracies(names: Sequence[str], device: str, target: Path | None, top: dict
                 traceback.print_exc()
                 print(f"skipped {kind} {name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
                 failed = True
+                continue
+            print(*accuracy.table(rows[-1:])[-1], flush=True)
+            if target:
+                found = [dataclasses.asdict(r) for r in rows]
+                write_json(target, {"header": top, "command": command, "accuracy": found})
     print(aligned(accuracy.table(rows)))
-    if target:
-        write_json(target, {"header": top, "command": command, "accuracy": [dataclasses.asdict(r) for r in rows]})
     return 1 if failed else 0
 
 

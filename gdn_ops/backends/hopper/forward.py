@@ -304,8 +304,6 @@ def _forward_kernel(
         num_chunks = gl.where((role == _RUN) | (stop >= 0), num_chunks, 0)
         # Rows past the last token read as zeros.
         first_value = gl.where(role == _TRANSITION, T, first)
-    elif not OUTPUT and not STATES:
-        num_chunks = gl.where(stop < 0, num_chunks, 0)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
     v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
     solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
