@@ -75,7 +75,8 @@ def chunk_gated_delta_rule(
             document's last token and zero elsewhere, an initial state's gradient on the rank of its first token.
         use_gate_in_kernel: compute the decay in the op from `g`, `A_log` and `dt_bias`.
         A_log, dt_bias: [HV], any float dtype; `dt_bias` may be left out.
-        deterministic: True promises bitwise equal results from run to run; False allows a faster unordered route.
+        deterministic: True promises bitwise equal results from run to run; False permits an unordered
+            route; the one that was tried is slower (docs/kernels.md), so the same route is taken.
         recompute_handle: a `RecomputeHandle` that spares the exchange in an eager activation recompute.
 
     Returns:

@@ -18,15 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch
+from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch, padded
 from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_chunk, operand
 from gdn_ops.shapes import Inputs, Options, Sizes
 
-# H200, 16/48 heads of 128, 32768 tokens: 0.278 ms with one warp and 8 + 8 (0.322 without the split; prototype).
 _SOLVE = Config(num_warps=1, num_stages=1)
+_WIDE_ROW = 256
+"""Bytes of a row of k that are loaded at once at most; wider rows come in blocks of `_BLOCK_K` channels, which spill
+less (float32: 456 bytes a thread instead of 3492). H200, 16/48 heads of 128, 32768 tokens, bfloat16: whole rows
+0.303 ms, blocks of 64 0.347, of 32 0.487, of 16 0.442 (with at most 128 registers 0.376). A whole tile takes 255
+registers, which leaves room for 8 programs an SM, blocks of 16 take 142 (14 programs): loads in flight count for more.
+"""
 _BLOCK_K = 16
-"""Channels of k loaded at a time. A whole tile of k takes 255 registers, which leaves room for 8 programs an SM; blocks
-of 16 take 142 (14 programs)."""
 
 
 @triton.jit
@@ -219,10 +222,13 @@ def solve(
     precision = dot_precision(k.dtype)
     # 16-bit operands: TF32 merges err less than the rounding of the result. float32 needs more.
     merge_precision = "tf32" if k.element_size() == 2 and not is_amd() else precision
+    BK = padded(sizes.K)
+    if BK * k.element_size() > _WIDE_ROW or is_amd():
+        BK = _BLOCK_K
     launch(
         _solve_kernel, sizes.num_chunks * sizes.HV,
         (k, chunks, norms, gates, factors, inverse, sizes.T, *k.stride()[:3]),
-        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, BK=_BLOCK_K, NORM=options.use_qk_l2norm,
+        dict(HK=sizes.HK, HV=sizes.HV, K=sizes.K, BK=BK, NORM=options.use_qk_l2norm,
              PRECISION=precision, MERGE_PRECISION=merge_precision),
         _SOLVE.num_warps, _SOLVE.num_stages,
     )  # fmt: skip
