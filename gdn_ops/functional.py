@@ -96,8 +96,8 @@ def chunk_gated_delta_rule(
         deterministic,
         use_gate_in_kernel,
     )
-    plain = _is_plain(cp_context, recompute_handle, tensors)
-    kind = checks.call_kind(tensors, switches) if plain else ()
+    plain = _is_plain(recompute_handle, tensors)
+    kind = checks.call_kind(tensors, (*switches, *calls.kind(cp_context))) if plain else ()
     if not (plain and checks.has_passed(kind)):
         checks.check_qkv(q, k, v)
         batch = 1 if q.dim() == 3 else q.shape[0]
@@ -124,7 +124,7 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
     if cp_context is not None:
         out: tuple[Tensor, ...] = calls.run(
-            torch.ops.gdn.context_fwd, (q, k, v), g, beta, initial_state, A_log, dt_bias,
+            torch.ops.gdn.context_fwd, plain, (q, k, v), g, beta, initial_state, A_log, dt_bias,
             cp_context, recompute_handle, **options,
         )  # fmt: skip
     else:
@@ -174,8 +174,9 @@ def chunk_gated_delta_rule_packed(
         deterministic,
         use_gate_in_kernel,
     )
-    plain = _is_plain(cp_context, recompute_handle, tensors)
-    kind = checks.call_kind(tensors, (*switches, num_qk_heads, num_v_heads, head_dim)) if plain else ()
+    plain = _is_plain(recompute_handle, tensors)
+    others = (*switches, num_qk_heads, num_v_heads, head_dim)
+    kind = checks.call_kind(tensors, (*others, *calls.kind(cp_context))) if plain else ()
     if not (plain and checks.has_passed(kind)):
         checks.check_row(row, num_qk_heads, num_v_heads, head_dim)
         batch = 1 if row.dim() == 2 else row.shape[0]
@@ -193,7 +194,7 @@ def chunk_gated_delta_rule_packed(
         row, g, beta = row.unsqueeze(0), g.unsqueeze(0), beta.unsqueeze(0)
     if cp_context is not None:
         out: tuple[Tensor, ...] = calls.run(
-            torch.ops.gdn.context_packed_fwd, (row,), g, beta, initial_state, A_log, dt_bias,
+            torch.ops.gdn.context_packed_fwd, plain, (row,), g, beta, initial_state, A_log, dt_bias,
             cp_context, recompute_handle, **options,
         )  # fmt: skip
     else:
@@ -212,10 +213,9 @@ class _Switches(NamedTuple):
     use_gate_in_kernel: bool
 
 
-def _is_plain(cp_context: Any, recompute_handle: Any, tensors: tuple[Tensor | None, ...]) -> bool:
+def _is_plain(recompute_handle: Any, tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nothing but the call itself is to be done: checks may be remembered, the dispatcher left out."""
-    nothing_else = cp_context is None and recompute_handle is None and not torch.compiler.is_compiling()
-    return nothing_else and is_plain(tensors)
+    return recompute_handle is None and not torch.compiler.is_compiling() and is_plain(tensors)
 
 
 def _check_shared(

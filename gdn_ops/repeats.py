@@ -59,6 +59,7 @@ def remembered(
     names: Sequence[str],
     backend_of: Callable[[Sequence[Any], dict[str, Any]], Any],
     count: str | None,
+    counts_copies: bool = True,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """`run`, with a memory of plans.
 
@@ -67,6 +68,7 @@ def remembered(
         names: those of the positional arguments.
         backend_of: which backend runs a call (arguments, options).
         count: the counter that `run` adds to, once a call, unless a backend is pinned.
+        counts_copies: whether `run` counts the copies of operands that it makes.
     """
     kinds: dict[tuple[Any, ...], _Kind] = {}
 
@@ -99,7 +101,7 @@ def remembered(
         found = kind.plan(tensors)
         if found is None:
             return run(*args, **kwargs)
-        for i in kind.copies:
+        for i in kind.copies if counts_copies else ():
             if names[i] in _COPIES:
                 counters.count(_COPIES[names[i]])
         if count is not None:

@@ -25,7 +25,9 @@ _ALIGNMENT = 512
 """Of a temporary tensor in the workspace, in bytes; as torch's allocator aligns."""
 
 _MOST_ADDRESSES = 128
-"""Sets of addresses a plan remembers launches for: the layers of a model, and again for recomputation."""
+"""Sets of addresses a plan remembers launches for: the layers of a model, and again for recomputation. Each of its
+launches is remembered by the addresses that it takes itself too, so that a tensor which is new with every batch, such as
+boundaries of documents, has only those made again that read it."""
 
 
 class Place(NamedTuple):
@@ -59,6 +61,13 @@ class Step(NamedTuple):
     launcher: Launcher
     args: tuple[Any, ...]
     scratch: Place
+
+    def tensors(self) -> tuple[int, ...]:
+        """The numbers of the tensors whose addresses it takes."""
+        places = [x.place if isinstance(x, _Described) else x for x in self.args if isinstance(x, Place | _Described)]
+        if self.launcher.scratch_bytes:
+            places.append(self.scratch)
+        return tuple(sorted({x.tensor for x in places}))
 
     def at(self, addresses: tuple[int, ...]) -> tuple[tuple[Any, ...], int]:
         """The arguments and the address of the scratch."""
@@ -110,6 +119,9 @@ class Plan:
         self._allocate_filled = functools.partial(_empty, device)
         self._index = device.index
         self._calls: dict[tuple[int, tuple[int, ...]], tuple[Direct, ...]] = {}
+        self._tensors = tuple(step.tensors() for step in self.steps)
+        self._made: tuple[dict[tuple[int, ...], Direct], ...] = tuple({} for _ in self.steps)
+        """By stream and the addresses that a step takes."""
 
     def __call__(self, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
         """Run the call on tensors like those that it was recorded for; returns its outputs.
@@ -149,11 +161,23 @@ class Plan:
         return outputs
 
     def _prepare(self, stream: int, addresses: tuple[int, ...]) -> tuple[Direct, ...]:
-        calls = tuple([x.launcher.direct(stream, *x.at(addresses)) for x in self.steps])
-        while len(self._calls) >= _MOST_ADDRESSES:
-            self._calls.pop(next(iter(self._calls)), None)
-        self._calls[stream, addresses] = calls
+        found = []
+        for step, tensors, made in zip(self.steps, self._tensors, self._made, strict=True):
+            key = (stream, *[addresses[i] for i in tensors])
+            call = made.get(key)
+            if call is None:
+                call = step.launcher.direct(stream, *step.at(addresses))
+                _remember(made, key, call)
+            found.append(call)
+        calls = tuple(found)
+        _remember(self._calls, (stream, addresses), calls)
         return calls
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    while len(known) >= _MOST_ADDRESSES:
+        known.pop(next(iter(known)), None)
+    known[key] = value
 
 
 def _aligned(addresses: Iterable[int]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_ops.context_parallel import ops
 from gdn_ops.context_parallel.checkpointing import Received, RecomputeHandle
 from gdn_ops.context_parallel.context import Context
 
@@ -34,8 +35,16 @@ def check_context(cp_context: Any, recompute_handle: Any, cu_seqlens: Any, batch
         )
 
 
+def kind(cp_context: Any) -> tuple[Any, ...]:
+    """All that the checks of a call look at in its context."""
+    if not isinstance(cp_context, Context):
+        return (cp_context is None,)
+    return cp_context.num_documents, cp_context.num_tokens, cp_context.plan.cu_seqlens.device
+
+
 def run(
     op: Any,
+    plain: bool,
     operands: tuple[Tensor, ...],
     g: Tensor,
     beta: Tensor,
@@ -46,7 +55,21 @@ def run(
     recompute_handle: RecomputeHandle | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Call `gdn::context_fwd` or `gdn::context_packed_fwd`; returns o and the global final states (or zero rows)."""
+    """Call `op`, `gdn::context_fwd` or `gdn::context_packed_fwd`; returns o and the global final states (or zero rows).
+
+    plain: without the dispatcher (`gdn_ops.plain`); not with a handle.
+    """
+    exchange = {
+        "num_ranks": cp_context.exchange_ranks,
+        "group_name": cp_context.group_name,
+        "exchange": cp_context.exchange,
+    }
+    if plain:
+        o, final_state = ops.call_plain(
+            len(operands), cp_context.plan, *operands, g, beta, initial_state, A_log, dt_bias, None, None, None,
+            **exchange, **options,
+        )  # fmt: skip
+        return o, final_state
     received = None
     signature: tuple[Any, ...] = ()
     if recompute_handle is not None:
@@ -61,7 +84,7 @@ def run(
     states, told, moves = (None, None, None) if received is None or not received.states.shape[0] else received
     out = op(
         *operands, g, beta, initial_state, A_log, dt_bias, states, told, moves, list(cp_context.plan),
-        num_ranks=cp_context.exchange_ranks, group_name=cp_context.group_name, exchange=cp_context.exchange, **options,
+        **exchange, **options,
     )  # fmt: skip
     if recompute_handle is not None and received is None:
         recompute_handle.put(signature, Received(*(x.detach() for x in out[-3:])))

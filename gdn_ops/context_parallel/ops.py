@@ -7,6 +7,7 @@ Both return `(o, final_state, <the saved>, states, told, moves)`: the states tha
 all ranks told, and M of the rank's own pieces. Given back as `received_states`, `received_told` and `received_moves`
 they spare the exchange and the summary (activation recompute).
 The Autograd kernels call the small ops one by one, so a compiler's graph shows them and the collectives between them.
+`call_plain` is the same for calls to which nothing listens (`gdn_ops.plain`), without the dispatcher.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import packing
-from gdn_ops.autograd import _needs_graph, _refuse_forward_mode
+from gdn_ops.autograd import _is_plain, _needs_graph, _refuse_forward_mode
 from gdn_ops.context_parallel import path
 from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
@@ -50,7 +51,9 @@ _FORWARD_WORDS = "segment states"
 _BACKWARD_WORDS = "segment state gradients"
 
 
-def _call(num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwargs: dict[str, Any]) -> Call:
+def _call(
+    num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwargs: dict[str, Any], plain: bool = False
+) -> Call:
     """tensors: operands, g, beta, initial_state, A_log, dt_bias."""
     options = {name: kwargs[name] for name in ("scale", *path.SWITCHES) if name in kwargs}
     heads = None
@@ -62,7 +65,7 @@ def _call(num_operands: int, tensors: tuple[Tensor | None, ...], plan: Plan, kwa
     assert g is not None
     assert beta is not None
     return Call(
-        q, k, v, row, g, beta, initial_state, A_log, dt_bias, plan, kwargs["num_ranks"], options, heads
+        q, k, v, row, g, beta, initial_state, A_log, dt_bias, plan, kwargs["num_ranks"], options, heads, plain
     )  # fmt: skip
 
 
@@ -104,22 +107,27 @@ def _no_moves(call: Call) -> Tensor:
 
 
 class _ContextFwd(torch.autograd.Function):
-    """tensors: operands, g, beta, initial_state, A_log, dt_bias; then the three that were received; then the plan."""
+    """tensors: operands, g, beta, initial_state, A_log, dt_bias; then the three that were received.
+
+    `plain` calls have no outputs but o and the final states: nobody sees what is saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, num_operands: int, from_row: bool, kwargs: dict[str, Any], *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, num_operands: int, from_row: bool, plain: bool, kwargs: dict[str, Any], plan: Plan, *tensors: Any
+    ) -> Any:
         split = num_operands + 5
-        plan = Plan(*tensors[split + 3 :])
         with torch._C._AutoDispatchBelowAutograd():
-            call = _call(num_operands, tensors[:split], plan, kwargs)
-            out, states, heard = _run(call, kwargs, tensors[split : split + 3])
-            result = _outputs(call, out, states, heard)
+            call = _call(num_operands, tensors[:split], plan, kwargs, plain)
+            out, states, heard = _run(call, kwargs, tensors[split:])
+            result = out[:2] if plain else _outputs(call, out, states, heard)
         keep = kwargs["exchange"] == "saved" or not call.linked
         told, moves = (None, None) if heard is None or not keep else (heard.told, heard.moves)
         if told is not None and plan.num_transitions == 0:
             told = None
-        ctx.save_for_backward(*tensors[:split], *plan, *out[2:], states if keep else None, told, moves)
-        ctx.kwargs, ctx.num_operands, ctx.from_row, ctx.keep = kwargs, num_operands, from_row, keep
+        ctx.save_for_backward(*tensors[:split], *out[2:], states if keep else None, told, moves)
+        # The plan is the context's, which outlives the step and has no gradient.
+        ctx.plan, ctx.kwargs, ctx.num_operands, ctx.from_row, ctx.keep = plan, kwargs, num_operands, from_row, keep
         has_final_state = kwargs.get("output_final_state", False)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(result[2:] if has_final_state else result[1:]))
@@ -130,12 +138,11 @@ class _ContextFwd(torch.autograd.Function):
     def backward(ctx: Any, tensors: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         do, dfinal_state = grads[:2]
         split = ctx.num_operands + 5
-        count = 3 + split + 3 + len(Plan._fields)
         kwargs = ctx.kwargs
-        plan = Plan(*tensors[split : split + len(Plan._fields)])
-        *saved, states, told, moves = tensors[split + len(Plan._fields) :]
+        *saved, states, told, moves = tensors[split:]
+        plain = _is_plain((do, dfinal_state, *tensors))
         with torch._C._AutoDispatchBelowAutograd():
-            call = _call(ctx.num_operands, tensors[:split], plan, kwargs)
+            call = _call(ctx.num_operands, tensors[:split], ctx.plan, kwargs, plain)
             if do is None:
                 # Even a rank whose outputs no loss reads takes part: the others' fragments wait for its words.
                 do = path.zero_output_gradient(call)
@@ -150,8 +157,22 @@ class _ContextFwd(torch.autograd.Function):
                     told = words.told.new_empty((0,))
             dfinal_states = path.received_gradients(call, heard, told, dfinal_state)
             found = path.backward(call, do, dfinal_states, states, tuple(saved), into_row=ctx.from_row)
-        wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[3 : 3 + split], found, strict=True)]
-        return (None, None, None, *wanted, *(None,) * (count - 3 - split))
+        wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[5 : 5 + split], found, strict=True)]
+        return (*(None,) * 5, *wanted, None, None, None)
+
+
+def call_plain(num_operands: int, plan: Plan, *tensors: Tensor | None, **kwargs: Any) -> tuple[Tensor, ...]:
+    """`gdn::context_fwd` (three operands) or `gdn::context_packed_fwd` (one) without the dispatcher, on all tensors.
+
+    Returns o and the global final states only.
+    """
+    if _needs_graph(tensors):
+        from_row = num_operands == 3 and packing.come_from_one_row(*tensors[:3])
+        return _ContextFwd.apply(num_operands, from_row, True, kwargs, plan, *tensors)
+    split = num_operands + 5
+    with torch._C._AutoDispatchBelowAutograd():
+        call = _call(num_operands, tensors[:split], plan, kwargs, True)
+        return _run(call, kwargs, tensors[split:])[0][:2]  # type: ignore[arg-type]
 
 
 def _autograd(num_operands: int) -> Any:
@@ -160,7 +181,7 @@ def _autograd(num_operands: int) -> Any:
         _refuse_forward_mode(tuple(tensors))
         if _needs_graph(tuple(tensors[: num_operands + 5])):
             from_row = num_operands == 3 and packing.come_from_one_row(*tensors[:3])
-            return _ContextFwd.apply(num_operands, from_row, kwargs, *tensors, *plan)
+            return _ContextFwd.apply(num_operands, from_row, False, kwargs, Plan(*plan), *tensors)
         with torch._C._AutoDispatchBelowAutograd():
             return _below(num_operands)(*args, **kwargs)
 

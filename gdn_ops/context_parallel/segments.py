@@ -15,17 +15,24 @@ ranks. That is the same chunked recurrence without values (v = 0) started from t
 the rank, and may be as exact as the op's own way through the piece: on Hopper it is that way, in the launch of H.
 Where fragments are cut, H, M and dH of the pieces are returned too, transposed: [Q,HV,V,K], [Q,HV,K,K] and
 [QB,HV,V,K], for the walks from piece to piece; else these have zero rows.
+
+On a GPU calls like earlier ones repeat their launches (`repeats.py`). What can be repeated is in functions of its own
+(`_own_summary` and others), which take of the plan what they read: index tensors of another batch are other addresses.
+The M that is told is not among it: it is made with torch operations.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdn_ops import counters
 from gdn_ops.context_parallel.plan import Plan
-from gdn_ops.ops import _load, _on_cpu, backend_for, lib
+from gdn_ops.ops import _load, _on_cpu, backend_for, kernels, lib
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
+from gdn_ops.repeats import pinned, remembered
 from gdn_ops.shapes import Inputs, Options, Saved, accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
@@ -76,7 +83,52 @@ def _summaries(inputs: Inputs, options: Options) -> Any:
     return None if name is None or inputs.q.shape[1] == 0 else _load(name)
 
 
+class _Planner(NamedTuple):
+    """Calls that no backend was chosen for are recorded as those of a backend are."""
+
+    record: Callable[..., Any]
+
+
+def _launches_only(args: Sequence[Any], kwargs: dict[str, Any]) -> _Planner:
+    return _Planner(_load("plans").record)
+
+
 # ---- walks
+
+
+def _states_kernels(x: Tensor) -> Any:
+    """The module of kernels on states like `x` [rows,HV,K,V], or None: then torch operations do it."""
+    if not _on_a_gpu(x):
+        return None
+    kernel = _load("triton.walk")
+    return kernel if kernel.supports(x.dtype, *x.shape[2:]) else None
+
+
+def _on_a_gpu(x: Tensor) -> bool:
+    return x.is_cuda or pinned.backend is not None  # the stand-ins of a call on a GPU are on none
+
+
+def _placed(x: Tensor | None, index: Tensor, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+    """x[index] [rows,HV,K,V], zeros where the index is -1 or there is no x; in `like`'s dtype, which is that of x."""
+    out = like.new_empty((index.shape[0], *shape))
+    kernel = _states_kernels(out)
+    if kernel is not None:
+        kernel.place(out, x, index)
+        return out
+    return out.zero_() if x is None else rows(x, index)
+
+
+@torch.no_grad()
+def _pick(x: Tensor, index: Tensor) -> tuple[Tensor]:
+    return (_placed(x, index, (x.shape[1], x.shape[2], x.shape[3]), x),)
+
+
+_picked = remembered(_pick, ("x", "index"), _launches_only, None)
+
+
+def picked(x: Tensor, index: Tensor) -> Tensor:
+    """`rows` of states [N,HV,K,V], in one launch on a GPU; for calls that no compiler sees."""
+    return _picked(x, index)[0] if x.is_cuda else rows(x, index)
 
 
 def _blocks(flat: Tensor, num_blocks: int, start: int, shape: tuple[int, int, int, int]) -> Tensor:
@@ -97,14 +149,13 @@ def walk(
     """
     if steps.numel() == 0:
         return
-    if out.is_cuda:
-        kernel = _load("triton.walk")
-        if kernel.supports(out, *out.shape[2:]):
-            kernel.walk(
-                out, starts, sources, moves, steps,
-                sources_transposed=sources_transposed, moves_transposed=moves_transposed,
-            )  # fmt: skip
-            return
+    kernel = _states_kernels(out)
+    if kernel is not None:
+        kernel.walk(
+            out, starts, sources, moves, steps,
+            sources_transposed=sources_transposed, moves_transposed=moves_transposed,
+        )  # fmt: skip
+        return
     sources = sources.flatten(0, 1)
     moves = moves.flatten(0, 1)
     if sources_transposed:
@@ -161,40 +212,75 @@ def _products(moves: Tensor, fold: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _segment_summary_fwd(
+def _own_summary(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, plan: list[Tensor], *, num_ranks: int, **switches: bool,
+    dt_bias: Tensor | None, segments: Tensor, starts: Tensor, table: Tensor, piece_transitions: Tensor, fold: Tensor,
+    *, words: int, kept: int, **switches: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """All of `segment_summary_fwd` but the M that is told, which has no words yet."""
+    k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
+    HV, K, V = v.shape[2], k.shape[3], v.shape[3]
+    told, additions, moves = _allocate_summary(k, v, words, kept)
+    options = Options(scale=1.0, **switches)
+    count, num_told = starts.shape[0], fold.shape[0]
+    if not count:
+        return told, additions, moves
+    # The queries do not matter for the state.
+    inputs = Inputs(k, k, v, g, beta, None, segments, A_log, dt_bias)
+    states = additions if kept else told.new_empty((count, HV, V, K))
+    summaries = _summaries(inputs, options)
+    if summaries is not None:
+        start = None if initial_state is None else initial_state.contiguous()
+        summaries.segments_fwd(states, moves, table, inputs._replace(initial_state=start), options)
+    else:
+        start = None if initial_state is None else _between(rows(initial_state, starts))
+        found = _final_states(inputs._replace(initial_state=start), options)
+        states.copy_(found.transpose(-1, -2))
+        if kept:
+            moves.copy_(_transitions(inputs, piece_transitions, options).transpose(-1, -2))
+    walk(
+        told[: num_told * HV * K * V].view(-1, HV, K, V), None, states[None], moves[None], fold,
+        sources_transposed=True, moves_transposed=True,
+    )  # fmt: skip
+    return told, additions, moves
+
+
+def _own_summary_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    k, v, g, beta, _, A_log, dt_bias, segments = args[:8]
+    options = Options(scale=1.0, **{name: x for name, x in kwargs.items() if name in Options._fields})
+    return backend_for(Inputs(k, k, v, g, beta, None, segments, A_log, dt_bias), options)
+
+
+def _segment_summary_fwd(
+    own_summary: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, plan: Sequence[Tensor], *, num_ranks: int, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if num_ranks > 1:
         counters.count("context_exchanges")
     p = Plan(*plan)
-    k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    told, additions, moves = _allocate_summary(k, v, p)
-    options = Options(scale=1.0, **switches)
-    count, split = p.forward_starts.shape[0], p.num_forward * HV * K * V
-    # The queries do not matter for the state.
-    inputs = Inputs(k, k, v, g, beta, None, p.forward_segments, A_log, dt_bias)
-    if count:
-        states = additions if p.is_cut else told.new_empty((count, HV, V, K))
-        summaries = _summaries(inputs, options)
-        if summaries is not None:
-            start = None if initial_state is None else initial_state.contiguous()
-            summaries.segments_fwd(states, moves, p.forward_table, inputs._replace(initial_state=start), options)
-        else:
-            start = None if initial_state is None else _between(rows(initial_state, p.forward_starts))
-            found = _final_states(inputs._replace(initial_state=start), options)
-            states.copy_(found.transpose(-1, -2))
-            if p.is_cut:
-                moves.copy_(_transitions(inputs, p.piece_transitions, options).transpose(-1, -2))
-        walk(
-            told[:split].view(-1, HV, K, V), None, states[None], moves[None], p.fold,
-            sources_transposed=True, moves_transposed=True,
-        )  # fmt: skip
+    words, kept = summary_sizes(p, HV, K, V)
+    found = own_summary(
+        k, v, g, beta, initial_state, A_log, dt_bias,
+        p.forward_segments, p.forward_starts, p.forward_table, p.piece_transitions, p.fold,
+        words=words, kept=kept, **switches,
+    )  # fmt: skip
     if p.num_transitions:
-        exact = _transitions(inputs, p.transition_segments, options)
-        told[split:].view(-1, HV, K, K).copy_(_products(exact, p.transition_fold))
-    return told, additions, moves
+        _tell_transitions(found[0][p.num_forward * HV * K * V :], k, v, g, beta, A_log, dt_bias, p, switches)
+    return found
+
+
+@torch.no_grad()
+def _tell_transitions(
+    told: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    plan: Plan, switches: dict[str, bool],
+) -> None:  # fmt: skip
+    k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
+    inputs = Inputs(k, k, v, g, beta, None, plan.forward_segments, A_log, dt_bias)
+    exact = _transitions(inputs, plan.transition_segments, Options(scale=1.0, **switches))
+    HV, K = v.shape[2], k.shape[3]
+    told.view(-1, HV, K, K).copy_(_products(exact, plan.transition_fold))
 
 
 def summary_sizes(plan: Plan, HV: int, K: int, V: int) -> tuple[int, int]:
@@ -203,10 +289,9 @@ def summary_sizes(plan: Plan, HV: int, K: int, V: int) -> tuple[int, int]:
     return words, plan.forward_starts.shape[0] if plan.is_cut else 0
 
 
-def _allocate_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_summary(k: Tensor, v: Tensor, words: int, kept: int) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulator_dtype(k.dtype)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    words, kept = summary_sizes(plan, HV, K, V)
     shapes = (words,), (kept, HV, V, K), (kept, HV, K, K)
     told, additions, moves = (k.new_empty(shape, dtype=acc) for shape in shapes)
     return told, additions, moves
@@ -216,47 +301,70 @@ def _segment_summary_fwd_fake(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, plan: list[Tensor], **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _allocate_summary(k, v, Plan(*plan))
+    return _allocate_summary(k, v, *summary_sizes(Plan(*plan), v.shape[2], k.shape[3], v.shape[3]))
 
 
 # ---- backward
 
 
 @torch.no_grad()
-def _segment_summary_bwd(
+def _own_gradients(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, plan: list[Tensor], *, num_ranks: int, **options: Any,
+    A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, cu_seqlens: Tensor, segments: Tensor, ends: Tensor,
+    table: Tensor, saved_table: Tensor, fold: Tensor, *, is_cut: bool, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if num_ranks > 1:
-        counters.count("context_exchanges")
-    p, chosen = Plan(*plan), Options(**options)
+    """`segment_summary_bwd`; what it reads of the plan are the backward's tables."""
+    chosen = Options(**options)
     q, k, v, do = (_dense(x) for x in (q, k, v, do))
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    told, additions = _allocate_gradient_summary(k, v, p)
-    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, p.backward_segments, A_log, dt_bias)
-    count = p.backward_ends.shape[0]
+    count = ends.shape[0]
+    told, additions = _allocate_gradient_summary(k, v, fold.shape[0], count if is_cut else 0)
     if not count:
         return told, additions
-    dstates = additions if p.is_cut else told.new_empty((count, HV, V, K))
+    inputs = Inputs(q, k, v, g.contiguous(), beta.contiguous(), None, segments, A_log, dt_bias)
+    dstates = additions if is_cut else told.new_empty((count, HV, V, K))
     summaries = _summaries(inputs, chosen)
     if summaries is not None:
         end = None if dfinal_state is None else dfinal_state.contiguous()
         # The op's own matrices, where the forward kept them: their chunks are those of the pieces too.
-        inputs = inputs._replace(cu_seqlens=p.cu_seqlens)
+        inputs = inputs._replace(cu_seqlens=cu_seqlens)
         saved = saved_matrices(Saved(norms, gates, solve, scores, states, updates, checkpoints), inputs)
-        table = p.backward_saved_table
         if saved.gates.shape[0] == 0:
-            inputs, table = inputs._replace(cu_seqlens=p.backward_segments), p.backward_table
-        summaries.segments_bwd(dstates, do, end, table, inputs, saved, chosen)
+            inputs, saved_table = inputs._replace(cu_seqlens=segments), table
+        summaries.segments_bwd(dstates, do, end, saved_table, inputs, saved, chosen)
     else:
-        end = None if dfinal_state is None else _between(rows(dfinal_state, p.backward_ends))
+        end = None if dfinal_state is None else _between(rows(dfinal_state, ends))
         dstates.copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
     walk(
-        told.view(-1, HV, K, V), None, dstates[None], moves[None], p.backward_fold,
+        told.view(-1, HV, K, V), None, dstates[None], moves[None], fold,
         sources_transposed=True, moves_transposed=False,
     )  # fmt: skip
     return told, additions
+
+
+def _own_gradients_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    q, k, v, g, beta = args[2:7]
+    A_log, dt_bias, segments = args[14], args[15], args[18]
+    options = Options(**{name: x for name, x in kwargs.items() if name in Options._fields})
+    return backend_for(Inputs(q, k, v, g, beta, None, segments, A_log, dt_bias), options)
+
+
+def _segment_summary_bwd(
+    own_gradients: Callable[..., tuple[Tensor, Tensor]],
+    do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
+    A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, plan: Sequence[Tensor], *, num_ranks: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if num_ranks > 1:
+        counters.count("context_exchanges")
+    p = Plan(*plan)
+    return own_gradients(
+        do, dfinal_state, q, k, v, g, beta, norms, gates, solve, scores, states, updates, checkpoints, A_log, dt_bias,
+        moves, p.cu_seqlens, p.backward_segments, p.backward_ends, p.backward_table, p.backward_saved_table,
+        p.backward_fold, is_cut=p.is_cut, **options,
+    )  # fmt: skip
 
 
 def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, options: Options) -> Tensor:
@@ -276,47 +384,64 @@ def _initial_state_gradients(do: Tensor, dfinal_state: Tensor | None, inputs: In
     return out.d_initial_state
 
 
-def _allocate_gradient_summary(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _allocate_gradient_summary(k: Tensor, v: Tensor, num_backward: int, kept: int) -> tuple[Tensor, Tensor]:
     acc = accumulator_dtype(k.dtype)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    kept = plan.backward_ends.shape[0] if plan.is_cut else 0
-    told = k.new_empty((plan.num_backward * HV * K * V,), dtype=acc)
+    told = k.new_empty((num_backward * HV * K * V,), dtype=acc)
     return told, k.new_empty((kept, HV, V, K), dtype=acc)
 
 
 def _segment_summary_bwd_fake(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    return _allocate_gradient_summary(k, v, Plan(*rest[-1]))
+    plan = Plan(*rest[-1])
+    return _allocate_gradient_summary(k, v, plan.num_backward, plan.backward_ends.shape[0] if plan.is_cut else 0)
 
 
 # ---- between
 
 
 @torch.no_grad()
-def _segment_combine(
-    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor,
-    plan: list[Tensor], *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, transposed: bool,
-) -> Tensor:  # fmt: skip
-    HV, K, V = num_heads, key_dim, value_dim
-    p = Plan(*plan)
-    documents = p.ends if transposed else p.starts
-    out = told.new_zeros((documents.shape[0], HV, K, V)) if states is None else rows(states, documents)
-    num_told = p.num_backward if transposed else p.num_forward
-    between = told.new_empty((1, 0, HV, K, K))
-    if p.num_transitions:
-        between = _blocks(transitions, num_ranks, p.num_forward * HV * K * V, (p.num_transitions, HV, K, K))
+def _combined(
+    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor, documents: Tensor,
+    between: Tensor, starts: Tensor, spread: Tensor, *, num_ranks: int, sizes: tuple[int, int, int], num_told: int,
+    num_transitions: int, is_cut: bool, transposed: bool,
+) -> tuple[Tensor]:  # fmt: skip
+    """`segment_combine`; of the plan the walks `between` fragments and from the first piece of one to the others."""
+    HV, K, V = sizes
+    out = _placed(states, documents, sizes, told)
+    if num_transitions:
+        start = (transitions.shape[0] // num_ranks) - num_transitions * HV * K * K
+        exact = _blocks(transitions, num_ranks, start, (num_transitions, HV, K, K))
+    else:
+        exact = told.new_empty((1, 0, HV, K, K))
     walk(
-        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), between, p.suffixes if transposed else p.prefixes,
+        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), exact, between,
         sources_transposed=False, moves_transposed=transposed,
     )  # fmt: skip
-    if p.is_cut:
+    if is_cut:
         walk(
-            out, p.backward_spread_starts if transposed else p.spread_starts, additions[None], moves[None],
-            p.backward_spread if transposed else p.spread,
+            out, starts, additions[None], moves[None], spread,
             sources_transposed=True, moves_transposed=not transposed,
         )  # fmt: skip
-    return out
+    return (out,)
+
+
+def _segment_combine(
+    combined: Callable[..., tuple[Tensor]],
+    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor,
+    plan: Sequence[Tensor], *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, transposed: bool,
+) -> Tensor:  # fmt: skip
+    p = Plan(*plan)
+    if transposed:
+        walks = (p.ends, p.suffixes, p.backward_spread_starts, p.backward_spread)
+    else:
+        walks = (p.starts, p.prefixes, p.spread_starts, p.spread)
+    return combined(
+        told, transitions, states, additions, moves, *walks, num_ranks=num_ranks,
+        sizes=(num_heads, key_dim, value_dim), num_told=p.num_backward if transposed else p.num_forward,
+        num_transitions=p.num_transitions, is_cut=p.is_cut, transposed=transposed,
+    )[0]  # fmt: skip
 
 
 def _segment_combine_fake(
@@ -326,15 +451,47 @@ def _segment_combine_fake(
     return told.new_empty((Plan(*plan).starts.shape[0], num_heads, key_dim, value_dim))
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "segment_summary_fwd": (_segment_summary_fwd, _segment_summary_fwd_fake),
-    "segment_summary_bwd": (_segment_summary_bwd, _segment_summary_bwd_fake),
-    "segment_combine": (_segment_combine, _segment_combine_fake),
+class _Op(NamedTuple):
+    """An op: `call(part, *args)`; `part`, of the arguments `names`, can be repeated and runs on `backend_of` a call."""
+
+    call: Callable[..., Any]
+    part: Callable[..., Any]
+    names: str
+    backend_of: Callable[[Sequence[Any], dict[str, Any]], Any]
+    fake: Callable[..., Any]
+
+
+_IMPLEMENTATIONS = {
+    "segment_summary_fwd": _Op(
+        _segment_summary_fwd,
+        _own_summary,
+        "k v g beta initial_state A_log dt_bias segments starts table piece_transitions fold",
+        _own_summary_backend,
+        _segment_summary_fwd_fake,
+    ),
+    "segment_summary_bwd": _Op(
+        _segment_summary_bwd,
+        _own_gradients,
+        "do dfinal_state q k v g beta norms gates solve scores states updates checkpoints A_log dt_bias moves "
+        "cu_seqlens segments ends table saved_table fold",
+        _own_gradients_backend,
+        _segment_summary_bwd_fake,
+    ),
+    "segment_combine": _Op(
+        _segment_combine,
+        _combined,
+        "told transitions states additions moves documents between starts spread",
+        _launches_only,
+        _segment_combine_fake,
+    ),
 }
 
-
-for _name, (_run, _fake) in _IMPLEMENTATIONS.items():
+for _name, _op in _IMPLEMENTATIONS.items():
+    # The op itself counts the copies of operands that it cannot read.
+    _part = remembered(_op.part, _op.names.split(), _op.backend_of, None, counts_copies=False)
+    kernels[_name, "cpu"] = _on_cpu(functools.partial(_op.call, _op.part))
+    kernels[_name, "cuda"] = functools.partial(_op.call, _part)
     lib.define(_name + SCHEMAS[_name], tags=_TAGS)
-    lib.impl(_name, _on_cpu(_run), "CPU")
-    lib.impl(_name, _run, "CUDA")
-    torch.library.register_fake(f"gdn::{_name}", _fake, lib=lib)
+    lib.impl(_name, kernels[_name, "cpu"], "CPU")
+    lib.impl(_name, kernels[_name, "cuda"], "CUDA")
+    torch.library.register_fake(f"gdn::{_name}", _op.fake, lib=lib)

@@ -6,6 +6,10 @@ form, right on every device, is `gdn_ops.context_parallel.segments.walk`.
 
 On chip: the state, transposed, and one M at a time. Products are of TF32 in three parts, about as exact as float32.
 Grid: (paths * HV, V / BV).
+
+Another kernel, `place`, picks rows of a tensor by their numbers, with zeros for those that are none: what paths start
+from, and the states of documents. Torch's operations for that are five launches, and none can be in a recorded call.
+Grid: (rows, elements of a row / BLOCK).
 """
 
 import contextlib
@@ -21,6 +25,7 @@ from gdn_ops.backends import launching
 
 _VALUE_COLUMNS = 16
 _NUM_WARPS = 8
+_PLACED_ELEMENTS = 4096
 
 
 @triton.jit
@@ -67,10 +72,36 @@ def _walk_kernel(
             tl.store(out_ptr + (output * HV + h) * (K * V) + natural_VK, state_VK)
 
 
-def supports(x: Tensor, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel takes states like `x` of these head sizes."""
+@triton.jit
+def _place_kernel(out_ptr, x_ptr, index_ptr, row_size, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < row_size
+    if HAS_ROWS:
+        source = tl.load(index_ptr + row).to(tl.int64)
+        found = tl.load(x_ptr + source * row_size + at, mask=there & (source >= 0), other=0.0)
+    else:
+        found = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * row_size + at, found, mask=there)
+
+
+def supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether the kernels take states of this dtype and these head sizes, on a GPU."""
     sizes = all(16 <= size <= 128 and size & (size - 1) == 0 for size in (key_dim, value_dim))
-    return sizes and x.is_cuda and x.dtype == torch.float32 and torch.version.hip is None
+    return sizes and dtype == torch.float32 and torch.version.hip is None
+
+
+def place(out: Tensor, x: Tensor | None, index: Tensor) -> None:
+    """Write x[index] to `out` [rows,...], zeros where the int32 index [rows] is -1 or there is no x; both dense."""
+    if not out.numel():
+        return
+    num_rows = out.shape[0]
+    row_size = out.numel() // num_rows
+    has_rows = x is not None and x.shape[0] > 0
+    options = {"HAS_ROWS": has_rows, "BLOCK": _PLACED_ELEMENTS, "num_warps": _NUM_WARPS}
+    grid = (num_rows, triton.cdiv(row_size, _PLACED_ELEMENTS), 1)
+    with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
+        launching.launch(_place_kernel, grid, (out, x if has_rows else None, index, row_size), options)
 
 
 def walk(
