@@ -158,8 +158,8 @@ def chunk_bwd(
                 options.scale, dq=dq, dk=dk, sums=sums, heads=heads,
             )  # fmt: skip
             epilogue(
-                sums, kept.factors, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, chunks, options,
-                dg=dg, dbeta=dbeta, parts=parts, heads=heads,
+                sums, kept.gates, kept.factors, kept.scores, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias,
+                chunks, options, dg=dg, dbeta=dbeta, parts=parts, heads=heads,
             )  # fmt: skip
             # Freed before the next group's are taken: the allocator then hands out the same memory again.
             del states, updates, dstates, sums

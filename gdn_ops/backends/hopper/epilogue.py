@@ -2,12 +2,20 @@
 
     dG_i   = q_i . dq_i + k_i . left_i - k_i . right_i
     dg'_i  = sum of dG_j over j >= i in the chunk  +  factor_4 <S, dS> + sum over the chunk of k . right's state part
-    dbeta'_i = (dv_i . v_i + k_i . left_i) / beta'_i
+             + q_i . k_(i-1) times what dP_(i,i-1) has lost by rounding
+    dbeta'_i = (1 - w_i) (dv_i . v_i + k_i . left_i) / beta'_i + w_i (dv_i . u_i) / beta'_i^2,   w_i = min(beta'_i^2, 1)
 
-The last line is dbeta = dy . e with dy = dv / beta the gradient of the updates before their strength is applied, and
-e = v - e^G k S - sum Gamma (k k^T) u written out, so that only v, exact, and short sums enter. At beta = 0 both the
-numerator and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to
-change any result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3.
+dg' is made of products of two tokens of which the second is earlier than i and the first is not. Under strong decay few
+but those of neighbours are left, so for them the rounding of dP is put right (dg with g = -20 U(0,1): 2.2e-3 to 1.65e-3
+in a model). Their q . k comes from the score, whose own rounding matters little here.
+
+Both terms of the last line are dbeta = dy . e, with dy = dv / beta the gradient of the updates before their strength is
+applied and e = u / beta. In the first one e = v - e^G k S - sum Gamma (k k^T) u is written out, so that v, exact, and
+sums over earlier tokens enter. The sums are short and damped unless keys are nearly parallel, where they add up what
+the rounding of each u has left; the second one, with the chunk's own u and dv, has no such sum. A great write strength
+goes with it, so the two are weighted by beta^2, by which the second is divided. At beta = 0 the numerator of the first
+and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to change any
+result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3.
 
 Then the chain to what the caller gave: the gate's A_log and dt_bias, the sigmoid of beta.
 
@@ -27,7 +35,9 @@ from gdn_ops.backends.hopper.gradients import (
     SUM_KEYS_RIGHT,
     SUM_KEYS_STATE,
     SUM_QUERIES,
+    SUM_REST,
     SUM_STATES,
+    SUM_UPDATES,
 )
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
@@ -49,10 +59,12 @@ def _sum_rows(at, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _epilogue_kernel(
-    sums_ptr, factors_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, parts_ptr, table_ptr, first_head,
+    sums_ptr, factors_ptr, decays_ptr, scores_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
+    dg_ptr, dbeta_ptr, parts_ptr, table_ptr, inverse_scale, first_head,
     HV: tl.constexpr, H: tl.constexpr, B: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr, FACTORS: tl.constexpr,
+    DECAYS: tl.constexpr, QUERY_DECAY: tl.constexpr, KEY_DECAY: tl.constexpr,
     VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
-    DOT: tl.constexpr, DOTS: tl.constexpr,
+    UPDATES: tl.constexpr, REST: tl.constexpr, DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     i_c = tl.program_id(0)
@@ -70,9 +82,20 @@ def _epilogue_kernel(
     chunk_B = tl.sum(tl.load(sums_at + STATE * C, mask=mask, other=0.0), 1)
     mask_dot = mask_h[:, None] & (offs_c < DOTS)[None, :] & (valid > 0)
     dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_dot, other=0.0), 1)
-    end_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h) * (FACTORS * C) + 4 * C
+    row_B = i_c.to(tl.int64) * HV + offs_h
+    end_at = factors_ptr + row_B * (FACTORS * C) + 4 * C
     chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
     dlog_BC = tl.cumsum(gates_BC, 1, reverse=True) + chunk_B[:, None]
+    mask_pair = mask & (offs_c > 0)[None, :]
+    decay_at = decays_ptr + row_B[:, None] * (DECAYS * C) + offs_c[None, :]
+    decay_BC = tl.load(decay_at + QUERY_DECAY * C, mask=mask_pair, other=0.0)
+    decay_BC -= tl.load(decay_at + (KEY_DECAY * C - 1), mask=mask_pair, other=0.0)
+    score_at = scores_ptr + row_B[:, None] * (C * C) + (offs_c * (C + 1) - 1)[None, :]
+    score_BC = tl.load(score_at, mask=mask_pair, other=0.0).to(tl.float32)
+    rest_BC = tl.load(sums_at + REST * C, mask=mask_pair, other=0.0)
+    # A pair that decays by more than 2^-60 adds nothing; its score may have become zero, and the quotient not a number.
+    rest_BC *= score_BC * tl.exp2(tl.where(decay_BC > -60.0, -decay_BC, 0.0)) * inverse_scale
+    dlog_BC += tl.where(decay_BC > -60.0, rest_BC, 0.0)
     at = (first + offs_c).to(tl.int64)[None, :] * HV + offs_h[:, None]
     if HAS_GATE:
         raw_BC = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -87,8 +110,12 @@ def _epilogue_kernel(
         tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
     tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
     values_BC = _sum_rows(sums_at, mask, 0, VALUES, C)
-    strength_at = factors_ptr + (i_c.to(tl.int64) * HV + offs_h)[:, None] * (FACTORS * C) + 3 * C + offs_c[None, :]
-    dbeta_BC = (values_BC + left_BC) / tl.load(strength_at, mask=mask, other=1.0)
+    strength_at = factors_ptr + row_B[:, None] * (FACTORS * C) + 3 * C + offs_c[None, :]
+    beta_BC = tl.load(strength_at, mask=mask, other=1.0)
+    square_BC = beta_BC * beta_BC
+    updates_BC = tl.load(sums_at + UPDATES * C, mask=mask, other=0.0)
+    dbeta_BC = tl.maximum(1.0 - square_BC, 0.0) * ((values_BC + left_BC) / beta_BC)
+    dbeta_BC += updates_BC / tl.maximum(square_BC, 1.0)
     if DOUBLED:
         dbeta_BC *= 2.0
     if SIGMOID:
@@ -98,22 +125,26 @@ def _epilogue_kernel(
 
 
 def epilogue(
-    sums: Tensor, factors: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    chunks: Chunks, options: Options,
+    sums: Tensor, gates: Tensor, factors: Tensor, scores: Tensor, g: Tensor, beta: Tensor,
+    A_log: Tensor | None, dt_bias: Tensor | None, chunks: Chunks, options: Options,
     *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
-    """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C].
+    """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C], scores [NT,HV,C,C].
 
     With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias.
     """
     NT, HV = factors.shape[:2]
     H = len(heads)
+    norms = options.use_qk_l2norm
     launch(
         _epilogue_kernel, (NT, triton.cdiv(H, _HEADS)),
-        sums, factors, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table, heads.start,
+        sums, factors, factors if norms else gates, scores, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table,
+        1.0 / options.scale if options.scale else 0.0, heads.start,
         HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
+        DECAYS=factors.shape[2] if norms else 1, QUERY_DECAY=6 if norms else 0, KEY_DECAY=7 if norms else 0,
         VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, QUERIES=SUM_QUERIES.value,
-        RIGHT=SUM_KEYS_RIGHT.value, STATE=SUM_KEYS_STATE.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
+        RIGHT=SUM_KEYS_RIGHT.value, STATE=SUM_KEYS_STATE.value, UPDATES=SUM_UPDATES.value,
+        REST=SUM_REST.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,7 @@ in-kernel norms the factors and tiles carry 1/|q| and 1/|k|, so the sums are alr
 vectors times 1/|x|, and the norm's derivative is one projection: dx <- dx - x (x . dx) / |x|^2.
 
 Row sums (rows 8.. of `sums`), which `epilogue` turns into dg and dbeta: k . left, q . dq, k . right, k . right's state
-part, and <S, dS>.
+part, dv . u (the diagonal that W leaves out), <S, dS>, and what the entries of dP below its diagonal lose by rounding.
 
 Grid: persistent, one program a multiprocessor; an item is a chunk and a query/key head, a step one of its value heads.
 One warpgroup takes dq, W, dP and <S, dS>, a second one dk, whose W and dP it gets from the first; a producer warp
@@ -47,8 +47,10 @@ SUM_KEYS_LEFT = gl.constexpr(NUM_VALUE_SUMS)
 SUM_QUERIES = gl.constexpr(NUM_VALUE_SUMS + 1)
 SUM_KEYS_RIGHT = gl.constexpr(NUM_VALUE_SUMS + 2)
 SUM_KEYS_STATE = gl.constexpr(NUM_VALUE_SUMS + 3)
-SUM_STATES = gl.constexpr(NUM_VALUE_SUMS + 4)
-NUM_SUMS = NUM_VALUE_SUMS + 5
+SUM_UPDATES = gl.constexpr(NUM_VALUE_SUMS + 4)
+SUM_STATES = gl.constexpr(NUM_VALUE_SUMS + 5)
+SUM_REST = gl.constexpr(NUM_VALUE_SUMS + 6)
+NUM_SUMS = NUM_VALUE_SUMS + 7
 """Rows of `sums` [NT,H,NUM_SUMS,C]; of row SUM_STATES, the first NUM_STATE_SUMS numbers are in use."""
 NUM_STATE_SUMS = 8
 
@@ -209,6 +211,8 @@ def _queries(
         decay_CC = gl.where(lower, gl.exp2(key_row[:, None] - key_col[None, :]), 0.0)
         mbarrier.wait(pairs_empty.index(buffer), phase ^ 1)
         w_CC = warpgroup_mma_wait(1, deps=[w_CC])
+        diagonal_C = gl.sum(gl.where(row_C[:, None] == col_C[None, :], w_CC, 0.0), 1)
+        gl.store(sums_at + SUM_UPDATES * _C + row_C, diagonal_C)
         w_s.index(buffer).store(gl.where(row_C[:, None] > col_C[None, :], -w_CC * decay_CC, 0.0).to(dtype))
         mbarrier.wait(full.index(0), step & 1)
         query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
@@ -216,7 +220,11 @@ def _queries(
             query_row = decays.slice(_C, _C).load(ROW_C)
             decay_CC = gl.where(lower, gl.exp2(query_row[:, None] - key_col[None, :]), 0.0)
         p_CC = warpgroup_mma_wait(1, deps=[p_CC])
-        p_s.index(buffer).store((p_CC * decay_CC * scale).to(dtype))
+        p_CC = p_CC * decay_CC * scale
+        rounded_CC = p_CC.to(dtype)
+        p_s.index(buffer).store(rounded_CC)
+        rest_CC = gl.where(row_C[:, None] == col_C[None, :] + 1, p_CC - rounded_CC.to(gl.float32), 0.0)
+        gl.store(sums_at + SUM_REST * _C + row_C, gl.sum(rest_CC, 1))
         fence_async_shared()
         barrier()
         mbarrier.arrive(pairs_full.index(buffer), count=1)
