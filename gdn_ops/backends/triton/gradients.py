@@ -8,9 +8,14 @@ With e = u / beta, rows i (output, residual) and columns j (the token that wrote
     right = 2^(G_C - G) r_k * (e dS) + W^T k + D^T q       k as the key that writes, per unit of beta
     dq   += (f_3 do) S + (D beta) k
     dk   += left + beta * right
-    dbeta_j = k_j . right_j                                no division: right at beta = 0
-    dG_i  = q_i . dq_i + k_i . left_i - beta_i dbeta_i
+    b_j   = k_j . right_j                                  no division: right at beta = 0
+    dbeta_j = (1 - w_j) b_j + w_j (dv_j . e_j) / beta_j    w = min(beta^2, 1), so no division here either
+    dG_i  = q_i . dq_i + k_i . left_i - beta_i b_i
     dg_t  = sum_{i >= t in the chunk} dG_i + 2^(G_C) <S, dS> + sum_j beta_j k_j . (state part of right_j)
+
+Both terms of dbeta are the gradient with respect to beta e, times e. b writes that gradient out as sums over later
+tokens, which are short and damped unless keys are nearly parallel, where they add up what the rounding of each dv has
+left; dv / beta, in the second one, is that gradient itself. A great beta goes with it, hence the weights.
 
 The scalings r_q, r_k of the in-kernel L2 norm are inside W, D and f, so dq and dk above are already with respect to the
 normalised vectors times r; what remains of the norm's backward, x <- x - r^2 (x . dx) x, is done once, after the sum
@@ -59,8 +64,8 @@ _GRADIENTS = {
 _AMD = Config(num_warps=8, num_stages=1, block_v=16)
 """64 KB of shared memory; compiled for gfx942, not run."""
 
-PARTIALS = tl.constexpr(5)
-"""Rows of C sums per (chunk, value head): row sums of D and of W parts, column sums, written, <S, dS>."""
+PARTIALS = tl.constexpr(6)
+"""Rows of C sums per (chunk, value head): row sums of D and of W parts, column sums, written, dv . e, <S, dS>."""
 
 
 @triton.jit
@@ -178,6 +183,7 @@ def _gradients_kernel(
             gate_r = tl.load(factors + tl.where(of_key, 6 * CHUNK, 5 * CHUNK) + offs_r % CHUNK)
             causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
             decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - column[None, :], float("-inf")))
+            own_r = tl.sum(tl.where(offs_r[:, None] == offs_t[None, :] + CHUNK, z_RC, 0.0), 1)
             z_RC = z_RC * tl.where(of_key, -1.0, scale)[:, None] * decay_RC
             pair_z_RC = pair_RC * z_RC
             column_sums = tl.sum(pair_z_RC, 0)
@@ -192,7 +198,8 @@ def _gradients_kernel(
             tl.store(partials + offs_r, dgate_r)
             tl.store(partials + 2 * CHUNK + offs_t, column_sums)
             tl.store(partials + 3 * CHUNK + offs_t, written)
-            tl.store(partials + 4 * CHUNK, state_product)
+            tl.store(partials + 3 * CHUNK + offs_r, own_r, mask=of_key)
+            tl.store(partials + 5 * CHUNK, state_product)
 
         # Read anew, so that nothing of it lives across the loop.
         batch, start, length = load_chunk(chunk_ptr, chunk)
@@ -240,9 +247,12 @@ def _gate_gradients_kernel(
         partials = partial_ptr + row * PARTIALS * CHUNK + offs_t
         of_rows = tl.load(partials) + tl.load(partials + CHUNK)
         written = tl.load(partials + 3 * CHUNK)
-        dbeta = tl.load(partials + 2 * CHUNK) + written
-        state_product = tl.load(partial_ptr + (row * PARTIALS + 4) * CHUNK)
-        dgate = tl.where(mask_t, of_rows - beta * dbeta, 0.0)
+        of_columns = tl.load(partials + 2 * CHUNK) + written
+        square = beta * beta
+        dbeta = tl.where(square < 1.0, 1.0 - square, 0.0) * of_columns
+        dbeta += tl.load(partials + 4 * CHUNK) * (beta / tl.where(square > 1.0, square, 1.0))
+        state_product = tl.load(partial_ptr + (row * PARTIALS + 5) * CHUNK)
+        dgate = tl.where(mask_t, of_rows - beta * of_columns, 0.0)
         dgate = tl.cumsum(dgate, 0, reverse=True) + (tl.sum(written * beta, 0) + tl.exp2(total) * state_product)
         dgate = tl.where(mask_t, dgate, 0.0)
         if GATED:
