@@ -25,9 +25,11 @@ _ALIGNMENT = 512
 """Of a temporary tensor in the workspace, in bytes; as torch's allocator aligns."""
 
 _MOST_ADDRESSES = 128
-"""Sets of addresses a plan remembers launches for: the layers of a model, and again for recomputation. Each of its
-launches is remembered by the addresses that it takes itself too, so that a tensor which is new with every batch, such as
-boundaries of documents, has only those made again that read it."""
+"""Sets of addresses a plan remembers launches for: the layers of a model, and again for recomputation.
+
+Each launch is remembered by the addresses that it takes itself too. So where a tensor is new with every batch, such as
+the boundaries of documents, only the launches that read it are made again.
+"""
 
 
 class Place(NamedTuple):

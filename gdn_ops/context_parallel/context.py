@@ -82,8 +82,8 @@ def build_for(
     )
 
 
-PIECES_BY_DEFAULT = False
-"""Whether a context that is not told a number takes the rule's, where that gains: once GPUs have run pieces."""
+PIECES_BY_DEFAULT = True
+"""Whether a context that is not told a number takes the rule's, where that gains."""
 
 
 def _gains_by_pieces(device: torch.device) -> bool:

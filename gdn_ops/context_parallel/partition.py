@@ -166,8 +166,8 @@ class Partition:
             exchange: "saved" keeps what the backward needs of the exchange (a few states); "replay" exchanges again
                 there. Bitwise the same.
             pieces: into how many pieces the rank with most tokens cuts its share of documents that lie in parts, so
-                that a GPU runs them side by side; equal on all ranks. Exact, but not bitwise the same. None: 1
-                (with `PIECES_BY_DEFAULT` on a Hopper GPU, by a rule from the number of tokens and `num_v_heads`).
+                that a GPU runs them side by side; equal on all ranks. Exact, but not bitwise the same. None: 1, but on
+                a GPU of compute capability 9.0 by a rule from the number of tokens and `num_v_heads`.
             num_v_heads: HV, for that rule only.
 
         Raises ValueError or TypeError for a rank, group or word that does not fit. Nothing is communicated here.

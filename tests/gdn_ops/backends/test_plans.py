@@ -295,7 +295,9 @@ def test_the_memory_of_addresses_is_bounded(monkeypatch, capsys):
 
 def test_launch_hooks_see_every_launch(monkeypatch):
     seen = []
-    launcher = type("Watched", (), {"is_direct": True, "scratch_bytes": 0, "__call__": lambda self, args: seen.append(args)})()
+    launcher = type(
+        "Watched", (), {"is_direct": True, "scratch_bytes": 0, "__call__": lambda self, args: seen.append(args)}
+    )()
     plan = plans.Plan(_CPU, [plans.Step(launcher, (plans.Place(0, 0), 5), plans.Place(1, 0))], [], 0)
     monkeypatch.setattr(launching, "hooked", lambda: True)
     x = torch.randn(2)

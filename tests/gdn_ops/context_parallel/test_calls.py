@@ -157,6 +157,17 @@ def test_errors_of_the_call():
         PART.context(0, exchange="never")
 
 
+def test_a_call_that_passed_its_checks_says_nothing_about_another_context():
+    tensors = problems.batch(CU_SEQLENS)
+    call(**tensors, context=PART.context(0))
+    with pytest.raises(ValueError, match="this rank holds 201 tokens, got 200"):
+        call(**tensors, context=partition([*CU_SEQLENS[:-1], 201], 1).context(0))
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[1, 2, 16, 16\]"):
+        call(**tensors, context=partition([0, 200], 1).context(0))
+    with pytest.raises(ValueError, match="cp_context: expected device cpu"):
+        call(**tensors, context=PART.context(0, device="meta"))
+
+
 def test_without_a_batch_axis():
     tensors = problems.batch(CU_SEQLENS)
     with_batch = call(**tensors, context=PART.context(0))

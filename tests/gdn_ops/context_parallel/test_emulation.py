@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gdn_ops
 from gdn_ops.context_parallel import partition
 from gdn_ops.context_parallel.emulation import emulate
 from gdn_ops.context_parallel.partition import LAYOUTS
@@ -282,3 +283,33 @@ def test_gpu_transitions_are_as_exact_as_float32(pieces):
     )  # fmt: skip
     M = words.view(2, HV, D, D)[1].double()
     assert (M - expected[0]).norm() < 3e-5 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("head_size_128")
+@pytest.mark.parametrize("pieces", [1, 8])
+def test_gpu_repeated_calls_have_the_bits_of_the_first_with_contexts_of_other_batches(pieces):
+    """One rank whose documents are in parts; other documents, as many pieces and links."""
+    parts = [
+        partition([0, n, 1000], fragments=[[(1, 700 - n, 300), (0, 0, n), (1, 0, 700 - n)]]) for n in (300, 250, 290)
+    ]
+
+    def step(part, context, seed):
+        tensors = {n: x.cuda() for n, x in problems.batch(part.cu_seqlens, seed, dtype=torch.bfloat16).items()}
+        leaves = {n: x.requires_grad_() for n, x in tensors.items()}
+        local = {n: part.shard(x, 0) if n in ("row", "g", "beta") else x for n, x in leaves.items()}
+        gate = {"use_gate_in_kernel": True, "A_log": leaves["A_log"], "dt_bias": leaves["dt_bias"]}
+        o, final = gdn_ops.chunk_gated_delta_rule(
+            *problems.split(local["row"]), local["g"], local["beta"], initial_state=leaves["initial_state"],
+            cp_context=context, **problems.OPTIONS, **gate,
+        )  # fmt: skip
+        w_o, w_final = problems.weights(part)
+        ((part.unshard([o]) * w_o.cuda()).sum() + (final * w_final.cuda()).sum()).backward()
+        return [o.detach(), final.detach(), *(x.grad for x in leaves.values())]
+
+    for seed, part in enumerate((*parts, *parts)):
+        context = part.context(0, device="cuda", pieces=pieces)
+        found = step(part, context, seed)
+        with gdn_ops.settings.configure(debug=True):  # runs as written
+            written = step(part, context, seed)
+        assert all(torch.equal(a, b) for a, b in zip(found, written, strict=True)), seed

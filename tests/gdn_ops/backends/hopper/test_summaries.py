@@ -104,6 +104,23 @@ def test_walk_kernel_is_the_torch_form(transposed: bool) -> None:
         assert torch.equal(found[6], torch.zeros(HV, K, V)) and torch.equal(found[7], out[7])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_place_kernel_is_the_torch_form(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_PLACED_ELEMENTS", 64)
+    x = torch.randn(3, 1, 5, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1] = float("nan")
+    index = torch.tensor([2, -1, 0, 2, -1], dtype=torch.int32)
+    found = x.new_full((5, 1, 5, 40), float("nan"))
+    kernel.place(found, x, index)
+    assert torch.equal(found, segments.rows(x, index))
+    for nothing in (None, x[:0]):
+        found.fill_(float("nan"))
+        kernel.place(found, nothing, index)
+        assert torch.equal(found, torch.zeros_like(found))
+    kernel.place(found[:0], x, index[:0])
+    assert launched == ["_place_kernel"] * 3
+
+
 def test_row_kernel_is_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told, placed and returned, for a narrow and the widest convolution; fragments of one and two rows between."""
     monkeypatch.setattr(rows, "_BLOCK_W", 8)
