@@ -15,13 +15,15 @@ sums over earlier tokens enter. The sums are short and damped unless keys are ne
 the rounding of each u has left; the second one, with the chunk's own u and dv, has no such sum. A great write strength
 goes with it, so the two are weighted by beta^2, by which the second is divided. At beta = 0 the numerator of the first
 and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to change any
-result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3.
+result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3. In float16 with norms w is 1
+for a beta below 2^-6 as well: W, in which the norms are, would be too small a number for that dtype.
 
 Then the chain to what the caller gave: the gate's A_log and dt_bias, the sigmoid of beta.
 
 Grid: one program a chunk and block of value heads. dA_log and ddt_bias are summed over chunks afterwards, in order.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -66,6 +68,7 @@ def _epilogue_kernel(
     VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
     UPDATES: tl.constexpr, REST: tl.constexpr, DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SMALL_W: tl.constexpr,
 ):  # fmt: skip
     i_c = tl.program_id(0)
     first = tl.load(table_ptr + i_c * 4)
@@ -114,8 +117,13 @@ def _epilogue_kernel(
     beta_BC = tl.load(strength_at, mask=mask, other=1.0)
     square_BC = beta_BC * beta_BC
     updates_BC = tl.load(sums_at + UPDATES * C, mask=mask, other=0.0)
-    dbeta_BC = tl.maximum(1.0 - square_BC, 0.0) * ((values_BC + left_BC) / beta_BC)
-    dbeta_BC += updates_BC / tl.maximum(square_BC, 1.0)
+    weight_BC = tl.maximum(1.0 - square_BC, 0.0)
+    divisor_BC = tl.maximum(square_BC, 1.0)
+    if SMALL_W:
+        is_small = square_BC < 2.0**-12
+        weight_BC = tl.where(is_small, 0.0, weight_BC)
+        divisor_BC = tl.where(is_small, square_BC, divisor_BC)
+    dbeta_BC = weight_BC * ((values_BC + left_BC) / beta_BC) + updates_BC / divisor_BC
     if DOUBLED:
         dbeta_BC *= 2.0
     if SIGMOID:
@@ -146,7 +154,8 @@ def epilogue(
         RIGHT=SUM_KEYS_RIGHT.value, STATE=SUM_KEYS_STATE.value, UPDATES=SUM_UPDATES.value,
         REST=SUM_REST.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
-        HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, num_warps=4,
+        HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
+        SMALL_W=norms and scores.dtype == torch.float16, num_warps=4,
     )  # fmt: skip
 
 

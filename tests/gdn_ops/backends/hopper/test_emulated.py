@@ -60,6 +60,28 @@ def test_results_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(error <= BOUND[found.dtype] for error in found.errors.values()), found.errors
 
 
+@pytest.mark.parametrize(
+    "case, name, bound",
+    [
+        # Without what dP's entries below the diagonal lose by rounding: 2.56e-3.
+        ({"decay": "strong"}, "g", 2.1e-3),
+        # Only with the residuals written out: 15.0e-3.
+        ({"decay": "weak", "parallel_keys": True}, "beta", 11e-3),
+        # The same, in float16 and with norms: 49e-3.
+        ({"dtype": torch.float16, "norm": True, "zero_beta": True}, "beta", 11e-3),
+    ],
+    ids=["dg, strong decay", "dbeta, parallel keys", "dbeta, half, norm, beta=0"],
+)
+def test_gradients_where_one_form_would_err(case: dict[str, Any], name: str, bound: float) -> None:
+    """About one and a quarter to one and a half times the errors here, below what a simpler form of the same gradient errs by."""
+    inputs, do, _ = oracle.make(HK=1, HV=3, bounds=[0, 200], seed=3, **case)
+    options = Options(128**-0.5, case.get("norm", False))
+    want = oracle.run(inputs, options, do, None, [0, 200]).grads[name]
+    out = measure.forward_once(inputs, options, "solve", final=False)
+    grads, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
+    assert oracle.relative_error({"g": grads.dg, "beta": grads.dbeta}[name], want) <= bound
+
+
 def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:
     inputs, do, _ = oracle.make(HK=1, HV=2, T=70, gate=True)
     A_log, dt_bias = (torch.tensor([x, 0.5]) for x in (88.7, -200.0))
