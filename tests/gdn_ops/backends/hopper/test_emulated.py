@@ -73,7 +73,7 @@ def test_results_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     ids=["dg, strong decay", "dbeta, parallel keys", "dbeta, half, norm, beta=0"],
 )
 def test_gradients_where_one_form_would_err(case: dict[str, Any], name: str, bound: float) -> None:
-    """About one and a quarter to one and a half times the errors here, below what a simpler form of the same gradient errs by."""
+    """Bounds: a quarter to a half more than the errors here, and less than a simpler form of the gradient errs by."""
     inputs, do, _ = oracle.make(HK=1, HV=3, bounds=[0, 200], seed=3, **case)
     options = Options(128**-0.5, case.get("norm", False))
     want = oracle.run(inputs, options, do, None, [0, 200]).grads[name]
