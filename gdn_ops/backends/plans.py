@@ -24,8 +24,9 @@ from gdn_ops.backends.launching import Direct, Grid, Launcher
 _ALIGNMENT = 512
 """Of a temporary tensor in the workspace, in bytes; as torch's allocator aligns."""
 
-_MOST_ADDRESSES = 128
-"""Sets of addresses a plan remembers launches for: the layers of a model, and again for recomputation.
+_MOST_ADDRESSES = 512
+"""Sets of addresses a plan remembers launches for: the layers of a model, again for recomputation, and all of them
+again where tensors of two batches take turns in the allocator's memory.
 
 Each launch is remembered by the addresses that it takes itself too. So where a tensor is new with every batch, such as
 the boundaries of documents, only the launches that read it are made again.
