@@ -297,7 +297,12 @@ def case_conv(device, dtype):
         return convolutions(device, dtype)
 
 
-def convolutions(device, dtype):
+def case_conv_direct(device, dtype):
+    """The same without a compilation, which every rank would pay for."""
+    return convolutions(device, dtype, compiled=False)
+
+
+def convolutions(device, dtype, compiled=True):
     """The convolution over ranks and on one: bits of the forward, gradients, exchanges; checkpointed and compiled."""
     rank = dist.get_rank()
     # Fragments shorter than the convolution reaches: rows come from several ranks back.
@@ -324,7 +329,7 @@ def convolutions(device, dtype):
             "direct": direct,
             "selective": functools.partial(checkpoint, direct, use_reentrant=False, context_fn=selective),
         }
-        if layout == "zigzag":
+        if compiled and layout == "zigzag":
             ways["compiled"] = torch.compile(direct, fullgraph=True)
         for name, function in ways.items():
             gdn_ops.reset_stats()
@@ -405,6 +410,7 @@ def case_failing_rank(device, dtype):
     o, _ = rank.op(**leaves)
     if rank.rank == rank.num_ranks - 1:
         return {"left": True}
+    torch._dynamo.reset()
     return {
         "backward": broken(lambda: o.sum().backward()),
         "forward": broken(lambda: rank.op(**leaves)),
