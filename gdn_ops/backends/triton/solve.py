@@ -23,13 +23,11 @@ from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_chunk, 
 from gdn_ops.shapes import Inputs, Options, Sizes
 
 _SOLVE = Config(num_warps=1, num_stages=1)
-_WIDE_ROW = 256
-"""Bytes of a row of k that are loaded at once at most; wider rows come in blocks of `_BLOCK_K` channels, which spill
-less (float32: 456 bytes a thread instead of 3492). H200, 16/48 heads of 128, 32768 tokens, bfloat16: whole rows
-0.303 ms, blocks of 64 0.347, of 32 0.487, of 16 0.442 (with at most 128 registers 0.376). A whole tile takes 255
-registers, which leaves room for 8 programs an SM, blocks of 16 take 142 (14 programs): loads in flight count for more.
-"""
 _BLOCK_K = 16
+"""Channels of k loaded at a time in float32 and for heads larger than 128, where whole rows spill (float32: 3492 bytes
+a thread, blocks 456). Others are loaded whole. H200, 16/48 heads of 128, 32768 tokens, bfloat16: whole rows 0.303 ms,
+blocks of 64 0.347, of 32 0.487, of 16 0.442 (with at most 128 registers 0.376). A whole tile takes 255 registers, which
+leaves room for 8 programs an SM, blocks of 16 take 142 (14 programs): loads in flight count for more."""
 
 
 @triton.jit
@@ -223,7 +221,7 @@ def solve(
     # 16-bit operands: TF32 merges err less than the rounding of the result. float32 needs more.
     merge_precision = "tf32" if k.element_size() == 2 and not is_amd() else precision
     BK = padded(sizes.K)
-    if BK * k.element_size() > _WIDE_ROW or is_amd():
+    if BK > 128 or k.element_size() != 2 or is_amd():
         BK = _BLOCK_K
     launch(
         _solve_kernel, sizes.num_chunks * sizes.HV,
