@@ -95,9 +95,7 @@ def _checkpoint_rows(inputs: Inputs, save: str) -> int:
     if q.device.type in _UNCUT_DEVICES or not fits or save not in ("solve", "states"):
         return 0
     rule = settings.segments(s)
-    if rule.is_split:
-        return 2 * rule.num_cuts
-    return rule.num_cuts if save == "solve" else 0
+    return 2 * rule.num_cuts + (rule.num_left if save == "solve" else 0)
 
 
 def allocate_chunk_bwd(inputs: Inputs, packed: Sequence[bool] = (False, False, False)) -> Backward:

@@ -52,7 +52,7 @@ class Saved(NamedTuple):
 
     norms [B,T,2,HK] (1/|q|, 1/|k|); gates [NT,HV,C] (chunk-local cumulative log2 decay); solve, scores [NT,HV,C,C];
     states [NT,HV,V,K] (transposed state at the chunk's start); updates [NT,HV,V,C]; checkpoints [NS,HV,V,K] (transposed
-    states at cuts inside documents and, where segments run at once, then each segment's transition; `segment_rule`).
+    states at cuts inside documents, those left inside segments, then each segment's transition; `segment_rule`).
     """
 
     norms: Tensor
@@ -94,22 +94,33 @@ def sizes(inputs: Inputs) -> Sizes:
 # ---- segments of documents
 #
 # A GPU runs a document's recurrence as one chain a value head, on one multiprocessor. These numbers say when documents
-# are cut into segments so that there are enough of them; docs/kernels_hopper.md, "Segments", has the figures.
+# are cut into segments so that there are enough of them, and segments into stretches for what the backward computes
+# again; docs/kernels_hopper.md, "Segments", has the figures.
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM). A constant, so that a call is cut the same way wherever it runs."""
 
-_SPLIT_CHAINS = 40
-"""Most documents times value heads for which forward and backward run on all segments at once."""
+_SPLIT_CHAINS = 48
+"""Most documents times value heads for which forward and backward run on all segments at once.
+
+H200, 48 chains of 32768 tokens: forward, recomputation and `reverse` 2.75 ms whole, 2.49 in three segments that were
+computed again as they are, which in stretches takes 0.2 less (model). 64 chains: 5 % less by the model, at 8192 tokens
+2 %, of which more launches take their part.
+"""
 
 _CHECKPOINT_CHAINS = 132
-"""Most documents times value heads for which the forward leaves states at cuts for the backward to start from."""
+"""Most documents times value heads for which the forward leaves states for the backward to start from."""
 
 _MOST_SEGMENTS = 16
 """Of one document where they run at once: combining their states takes time with each."""
 
 _LEAST_SEGMENT_CHUNKS = 16
-"""Shorter ones would take longer to start than to run."""
+"""Shorter segments or stretches would take longer to start than to run."""
+
+_STRETCH_ROUNDS = 3
+"""About how many stretches a multiprocessor computes again, one after the other. Model, 32 and 48 chains of 32768
+tokens: segments as they are 464 and 706 microseconds, 374 and 543 with three, 379 and 537 with two, 373 and 546 with
+four, and more states to keep."""
 
 
 SEGMENT_UNIT = 16
@@ -123,53 +134,74 @@ _FIRST_SEGMENTS = (12, 16)
 """Length of a document's first segment, which the forward runs with outputs while it runs the inner segments' summaries
 without: where one multiprocessor takes one summary meanwhile, and where it takes two."""
 
+_FIRST_OF_FEW = 20
+"""The same where one document becomes four segments at most: so few leave multiprocessors idle in the first launch,
+whose longest chains are inner ones' summaries (model: 2 % less than 16 at 48 and 64 chains, as much at 40)."""
+
 
 class SegmentRule(NamedTuple):
     """How the documents of a call are cut.
 
     chunks: about how long an inner segment is; num_cuts: most cuts inside documents, 0 if none is cut; is_split:
-    whether all segments run at once, forward and backward. If not, segments are equal and only what the backward
-    computes again starts at the cuts. first: how long a document's first segment is, in SEGMENT_UNIT.
+    whether documents are cut into segments that run at once, forward and backward; first: how long a document's first
+    segment is, in SEGMENT_UNIT. stretch_chunks: after how many chunks of a segment, each time, the forward leaves its
+    state, from where the backward computes states and updates again; num_left: rows for those states, 0 if it leaves
+    none.
     """
 
     chunks: int
     num_cuts: int
     is_split: bool
-    first: int = SEGMENT_UNIT
+    first: int
+    stretch_chunks: int
+    num_left: int
 
 
-WHOLE_DOCUMENTS = SegmentRule(0, 0, False)
+WHOLE_DOCUMENTS = SegmentRule(0, 0, False, SEGMENT_UNIT, 0, 0)
 """No document is cut."""
 
 
 def segment_rule(s: Sizes) -> SegmentRule:
     """The rule of a call, from shapes alone: the lengths of its documents are known on the device only.
 
-    Where segments do not run at once, a document of c chunks becomes round(c / chunks) equal ones, at least one. Else
-    with f and l for the lengths of the first and last, in inner ones, it stays whole up to c / chunks = f + 1/2 and
-    becomes round(c / chunks - f - l) + 2 segments above, at least two. So a document that is cut takes at most
-    c / chunks - (f + l - 3/2) cuts, and the bracket is more than c exceeds tokens / 64 by. All cuts together are at
-    most num_tokens // (64 * chunks), and at most one less than the number of segments that `chunks` was made for.
+    With f and l for the lengths of the first and last segment, in inner ones, a document of c chunks stays whole up to
+    c / chunks = f + 1/2 and becomes round(c / chunks - f - l) + 2 segments above, at least two. So a document that is
+    cut takes at most c / chunks - (f + l - 3/2) cuts, and the bracket is more than c exceeds tokens / 64 by. All cuts
+    together are at most num_tokens // (64 * chunks), and at most one less than the number of segments that `chunks`
+    was made for.
+
+    The state before chunk x, counted through the call, is row x // stretch_chunks - 1 of those left. No two have the
+    same, since they are at least stretch_chunks apart, and the last chunk's number gives the number of rows.
     """
     num_tokens, chains = s.B * s.T, s.N * s.HV
     if chains == 0 or chains > _CHECKPOINT_CHAINS:
         return WHOLE_DOCUMENTS
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    stretches = _STRETCH_ROUNDS * _MULTIPROCESSORS // s.HV
+    stretch_chunks = torch.sym_max((num_chunks + stretches - 1) // stretches, _LEAST_SEGMENT_CHUNKS)
+    # The last chunk is no later than the (num_chunks + N - 1)-th, and num_chunks no more than stretches of them.
+    num_left = torch.sym_min(
+        (num_chunks + s.N - 1) // _LEAST_SEGMENT_CHUNKS,
+        stretches - 1 + (s.N + _LEAST_SEGMENT_CHUNKS - 2) // _LEAST_SEGMENT_CHUNKS,
+    )
     if chains > _SPLIT_CHAINS:
-        segments = 3 * _MULTIPROCESSORS // s.HV
-        chunks = torch.sym_max((num_chunks + segments - 1) // segments, _LEAST_SEGMENT_CHUNKS)
-        return SegmentRule(chunks, torch.sym_min(segments, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS)), False)
+        return SegmentRule(0, 0, False, SEGMENT_UNIT, stretch_chunks, num_left)
     # All segments of a document but one run at once with outputs, and fill the chip.
-    segments = torch.sym_min(_MULTIPROCESSORS // s.HV + 1, _MOST_SEGMENTS * s.N)
+    most_of_one = _MULTIPROCESSORS // s.HV + 1
+    segments = torch.sym_min(most_of_one, _MOST_SEGMENTS * s.N)
     segments = torch.sym_max(torch.sym_min(segments, num_chunks // _LEAST_SEGMENT_CHUNKS), 2)
     others = _MULTIPROCESSORS - chains
     rounds = torch.sym_max(torch.sym_min((2 * s.HV * (segments - 2) + others - 1) // others, 2), 1)
     # rounds is 1 or 2, perhaps a symbol.
     first = _FIRST_SEGMENTS[0] + (_FIRST_SEGMENTS[1] - _FIRST_SEGMENTS[0]) * (rounds - 1)
+    if most_of_one <= 4:
+        first = _FIRST_OF_FEW
     lengths = first + LAST_SEGMENT + SEGMENT_UNIT * (segments - 2)
     chunks = torch.sym_max((SEGMENT_UNIT * num_chunks + lengths - 1) // lengths, _LEAST_SEGMENT_CHUNKS)
     most = torch.sym_min(segments - 1, num_tokens // (CHUNK * _LEAST_SEGMENT_CHUNKS))
-    return SegmentRule(chunks, most, True, first)
+    # Segments that all run in one round are computed again as they are: 0 instead of 1.
+    has_rest = torch.sym_max(torch.sym_min(segments * s.HV - _MULTIPROCESSORS, 1), 0)
+    return SegmentRule(chunks, most, True, first, stretch_chunks, has_rest * num_left)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,9 +18,11 @@ def test_saved_bytes_of_the_main_shape():
     assert memory.saved_bytes(**MAIN, save="states") == gates + 2 * square + states
     assert memory.saved_bytes(**MAIN, save="solve", use_qk_l2norm=True) == gates + 2 * square + 32768 * 2 * 16 * 4
     few = {**MAIN, "num_documents": 1}
-    cuts = 8 * 48 * 128 * 128 * 4
+    # Two cuts, each with a transition, and seven states left inside segments.
+    cuts, left = 2 * 2 * 48 * 128 * 128 * 4, 7 * 48 * 128 * 128 * 4
     whole = (512 + 1) * 48 * (64 * 4 + 2 * 64 * 64 * 2)
-    assert memory.saved_bytes(**few, save="solve") == whole + cuts
+    assert memory.saved_bytes(**few, save="solve") == whole + cuts + left
+    assert memory.saved_bytes(**few, save="states") == whole + (512 + 1) * 48 * 128 * (128 + 64) * 2 + cuts
     with settings.configure(cut_documents=False):
         assert memory.saved_bytes(**few, save="solve") == whole
     with settings.configure(save="inputs"):

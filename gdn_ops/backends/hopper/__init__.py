@@ -3,8 +3,8 @@
 Forward: `chunks` -> `gates` -> `solve` -> `forward`; with norms, which `solve` makes, `gates` again after it. Backward:
 the same preparation as far as it was not saved, then for one group of heads after the other `forward` (states and
 updates), `reverse`, `gradients`, `epilogue`. Where few and long documents would leave most of the chip idle, they are
-cut (`segments`), and summaries and a combination of segments come before `forward` and before `reverse`. Every stage's
-file says what it computes and what stays on chip.
+cut (`segments`), and summaries and a combination of segments come before `forward` and before `reverse`; the backward's
+`forward` then runs on stretches of segments. Every stage's file says what it computes and what stays on chip.
 
 What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
 gradient targets that no descriptor can describe.
@@ -79,7 +79,8 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
         rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
-        kept_cuts = out.checkpoints if out.checkpoints.shape[0] > 0 else None
+        cuts = _Cuts.of(out.checkpoints, rule)
+        leave_every = rule.stretch_chunks if cuts.num_left > 0 else 0
         keep_states = save == "states"
         o = out.o.view(s.B * s.T, s.HV, s.V)
         results = _Results(
@@ -88,14 +89,12 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str) -> None
             states=out.states if keep_states else None,
             updates=out.updates if keep_states else None,
         )
-        cuts = None
-        if rule.is_split and rule.num_cuts > 0:
-            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule, kept_cuts, results)
+        if rule.num_cuts > 0:
+            cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule, cuts, results)
         forward(
-            q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-            initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
-            has_begun=cuts is not None, checkpoints=None if rule.is_split else kept_cuts,
-            **results._asdict(),
+            q, k, v, kept.solve, kept.scores, kept.factors, chunks.segments,
+            initial_state=inputs.initial_state, first_run=s.N if rule.num_cuts > 0 else 0, cut_states=cuts.states,
+            num_cuts=rule.num_cuts, leave_every=leave_every, **results._asdict(),
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
             clear_ownerless(o.unsqueeze(2), chunks)
@@ -118,16 +117,15 @@ def chunk_bwd(
         rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
-        cuts = None
-        if saved.checkpoints.shape[0] > 0:
-            if saved.checkpoints.shape[0] != rule.num_cuts * (2 if rule.is_split else 1):
-                raise RuntimeError("the setting cut_documents changed between a forward and its backward")
-            cuts = _Cuts.of(saved.checkpoints, rule)
-        elif rule.is_split and rule.num_cuts > 0:
+        keep_states = saved.states.shape[0] > 0
+        if saved.checkpoints.shape[0] not in (0, 2 * rule.num_cuts + (0 if keep_states else rule.num_left)):
+            raise RuntimeError("the setting cut_documents changed between a forward and its backward")
+        cuts = _Cuts.of(saved.checkpoints, rule)
+        runs = chunks.stretches if cuts.num_left > 0 else chunks.segments
+        if rule.num_cuts > 0 and cuts.transitions is None:
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
-        keep_states = saved.states.shape[0] > 0
         for heads in head_groups(s, keep_states):
             H = len(heads)
             if keep_states:
@@ -136,15 +134,15 @@ def chunk_bwd(
                 states = q.new_empty((s.num_chunks, H, s.V, s.K))
                 updates = q.new_empty((s.num_chunks, H, s.V, CHUNK))
                 forward(
-                    q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-                    initial_state=inputs.initial_state, cut_states=None if cuts is None else cuts.states,
+                    q, k, v, kept.solve, kept.scores, kept.factors, runs,
+                    initial_state=inputs.initial_state, cut_states=cuts.states,
                     states=states, updates=updates, heads=heads,
                 )  # fmt: skip
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
             d_initial_state = None if inputs.initial_state is None else out.d_initial_state
             cut_dstates = None
-            if cuts is not None and cuts.transitions is not None:
+            if cuts.transitions is not None:
                 cut_dstates = _gradients_at_cuts(
                     q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates, dv, sums
                 )
@@ -201,7 +199,7 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     """
     s = sizes(inputs)
     rule = settings.segments(s)
-    tables = (s.num_chunks * 4 + (2 * s.N + rule.num_cuts) * 8 + s.N * 2 + 2) * 4
+    tables = (s.num_chunks * 4 + (2 * (s.N + rule.num_cuts) + rule.num_left) * 8 + s.N * 2 + 2) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
@@ -293,36 +291,43 @@ _NOTHING = _Results()
 
 
 class _Cuts(NamedTuple):
-    """Transposed states at cuts [NC,HV,V,K] and, where segments run at once, transitions [NC,HV,K,K] of the segments
-    before them."""
+    """Where segments and their stretches start: transposed states [NC+NL,HV,V,K], first those at cuts, then those left
+    inside segments; transitions [NC,HV,K,K] of the segments before the cuts. None without a row."""
 
-    states: Tensor
+    states: Tensor | None
     transitions: Tensor | None
+    num_left: int
 
     @staticmethod
     def of(checkpoints: Tensor, rule: SegmentRule) -> "_Cuts":
-        """The parts of the saved tensor `checkpoints`."""
-        return _Cuts(checkpoints[: rule.num_cuts], checkpoints[rule.num_cuts :] if rule.is_split else None)
+        """The parts of the saved tensor `checkpoints`, or of its like."""
+        rows = checkpoints.shape[0]
+        if rows == 0:
+            return _Cuts(None, None, 0)
+        num_states = rows - rule.num_cuts
+        transitions = checkpoints[num_states:] if rule.num_cuts > 0 else None
+        return _Cuts(checkpoints[:num_states], transitions, num_states - rule.num_cuts)
 
 
 def _states_at_cuts(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule,
-    into: Tensor | None = None, results: _Results = _NOTHING,
+    cuts: _Cuts | None = None, results: _Results = _NOTHING,
 ) -> _Cuts:  # fmt: skip
-    """What segments that run at once start from, into the tensor that is saved if there is one.
+    """What segments start from, in the tensor that is saved if it has rows.
 
     On the way there the documents' first segments run, and what `results` has of theirs is filled.
     """
-    if into is None:
-        into = kept.factors.new_empty((2 * rule.num_cuts, s.HV, s.V, s.K))
-    cuts = _Cuts.of(into, rule)
-    assert cuts.transitions is not None
+    if cuts is None or cuts.states is None:
+        cuts = _Cuts.of(kept.factors.new_empty((2 * rule.num_cuts, s.HV, s.V, s.K)), rule)
+    states, transitions = cuts.states, cuts.transitions
+    assert states is not None
+    assert transitions is not None
     begin(
-        q, k, v, kept.solve, kept.scores, kept.factors, chunks,
-        initial_state=inputs.initial_state, cut_states=cuts.states, transitions=cuts.transitions,
+        q, k, v, kept.solve, kept.scores, kept.factors, chunks.segments,
+        initial_state=inputs.initial_state, cut_states=states, transitions=transitions,
         **results._asdict(),
     )  # fmt: skip
-    combine(cuts.states, cuts.transitions, chunks.cuts, backwards=False)
+    combine(states, transitions, chunks.cuts, backwards=False)
     return cuts
 
 

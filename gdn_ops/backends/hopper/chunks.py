@@ -1,9 +1,10 @@
-"""Which chunks and segments there are, worked out on the device, and zeros for the tokens that no document owns.
+"""Which chunks, segments and stretches there are, worked out on the device, and zeros for tokens that no document owns.
 
 Document n has ceil(length / C) chunks, consecutive, after those of the documents before it. Their number depends on
 the values of `cu_seqlens`, which are never brought to the host: every grid is sized by an upper bound, and a program
 whose chunk does not exist leaves at once. A dense batch is the same thing with equal documents. So it is with segments
-(`segments.py` says what they are for), whose lengths follow from the document's by the rule (`shapes.segment_rule`).
+and their stretches (`segments.py` says what they are for), whose lengths follow from the document's by the rule
+(`shapes.segment_rule`).
 
 Grid of the table kernel: one program a document and one more for what lies past the last chunk. Each adds up the
 documents before its own, O(N) loads a program and nothing handed from one program to another.
@@ -19,33 +20,35 @@ from torch import Tensor
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK, LAST_SEGMENT, SEGMENT_UNIT, SegmentRule
 
-# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, H heads,
-# D head size.
+# Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, NL most
+# states left, H heads, D head size.
 
 _DOCUMENTS_PER_STEP = 1024
 _ROWS_PER_STEP = 128
 _CLEARED_TOKENS = 64
 
 _UNCUT = 2**25
-"""A segment length that no document exceeds: documents of one call have fewer than 2^31 tokens."""
+"""A length that no segment exceeds: documents of one call have fewer than 2^31 tokens."""
 
 
 class Chunks(NamedTuple):
-    """Where every chunk and every segment lies, int32.
+    """Where every chunk, every segment and every stretch of one lies, int32.
 
     table [NT,4]: first token, valid tokens (0: no such chunk), document, 0.
     segments [N+NC,8], first the first one of every document, then the last ones of documents that are cut, then inner
     ones, in each group the longest first: first token, past the DOCUMENT's last token, first chunk, number of chunks,
     document (-1: no such segment), the cut it starts at (-1: the document's start), the cut it stops at (-1: the
-    document's end), where its document is cut into equal segments their chunks.
-    documents [N,8]: the same for whole documents, longest first.
+    document's end), 0. Without cuts they are the documents.
+    stretches [N+NC+NL,8]: the same for stretches of segments: where documents are cut, the first segments as they are,
+    then stretches of the full length, then what each segment ends with, in the order of `segments`. One that starts
+    inside a segment starts at the "cut" NC + l, l for the state that the forward has left there.
     cuts [N,2]: a document's first cut and its number of cuts.
     totals [2]: chunks in use, tokens that belong to a document.
     """
 
     table: Tensor
     segments: Tensor
-    documents: Tensor
+    stretches: Tensor
     cuts: Tensor
     totals: Tensor
 
@@ -63,23 +66,19 @@ def _span(cu_ptr, n, T, document_length, HAS_CU: tl.constexpr):
 
 
 @triton.jit
-def _cut(num_chunks, SEGMENT_CHUNKS, FIRST, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr):
+def _cut(num_chunks, SEGMENT_CHUNKS, FIRST, LAST: tl.constexpr, UNIT: tl.constexpr):
     """How document(s) are cut: chunks of the first segment and of an inner one, how many inner ones take one chunk
     more, and the number of segments. The last segment takes the rest."""
-    if IS_SPLIT:
-        # No product exceeds 2^31: neither number of chunks exceeds 2^25.
-        ends = FIRST + LAST
-        more = UNIT * num_chunks + SEGMENT_CHUNKS * (2 * UNIT + UNIT // 2 - ends)
-        pieces = tl.maximum(more // (UNIT * SEGMENT_CHUNKS), 2)
-        pieces = tl.where(UNIT * num_chunks <= SEGMENT_CHUNKS * (FIRST + UNIT // 2), 1, pieces)
-        total = tl.maximum(ends + UNIT * (pieces - 2), 1)
-        head = tl.where(pieces > 1, num_chunks * FIRST // total, num_chunks)
-        inner = tl.maximum(pieces - 2, 1)
-        between = num_chunks - head - num_chunks * LAST // total
-        return head, between // inner, between % inner, pieces
-    wanted = tl.maximum((num_chunks + SEGMENT_CHUNKS // 2) // SEGMENT_CHUNKS, 1)
-    length = (num_chunks + wanted - 1) // wanted
-    return length, length, 0 * length, tl.maximum((num_chunks + length - 1) // tl.maximum(length, 1), 1)
+    # No product exceeds 2^31: neither number of chunks exceeds 2^25.
+    ends = FIRST + LAST
+    more = UNIT * num_chunks + SEGMENT_CHUNKS * (2 * UNIT + UNIT // 2 - ends)
+    pieces = tl.maximum(more // (UNIT * SEGMENT_CHUNKS), 2)
+    pieces = tl.where(UNIT * num_chunks <= SEGMENT_CHUNKS * (FIRST + UNIT // 2), 1, pieces)
+    total = tl.maximum(ends + UNIT * (pieces - 2), 1)
+    head = tl.where(pieces > 1, num_chunks * FIRST // total, num_chunks)
+    inner = tl.maximum(pieces - 2, 1)
+    between = num_chunks - head - num_chunks * LAST // total
+    return head, between // inner, between % inner, pieces
 
 
 @triton.jit
@@ -89,9 +88,36 @@ def _starts_at(r, head, inner, longer):
 
 
 @triton.jit
+def _boundaries(r, num_chunks, NC, STRETCH_CHUNKS):
+    """Boundaries of stretches inside segment r: one after every STRETCH_CHUNKS chunks, but none in the first one of a
+    document that may be cut."""
+    return tl.where((r > 0) | (NC == 0), (tl.maximum(num_chunks, 1) - 1) // STRETCH_CHUNKS, 0)
+
+
+@triton.jit
+def _boundaries_before(r, head, inner, longer, NC, STRETCH_CHUNKS):
+    """Boundaries inside the segments of a document before segment r."""
+    of_longer = tl.minimum(r - 1, longer) * _boundaries(1, inner + 1, NC, STRETCH_CHUNKS)
+    of_others = tl.maximum(r - 1 - longer, 0) * _boundaries(1, inner, NC, STRETCH_CHUNKS)
+    return tl.where(r > 0, _boundaries(0, head, NC, STRETCH_CHUNKS) + of_longer + of_others, 0)
+
+
+@triton.jit
+def _store_stretch(row_ptr, first, last, chunk, num_chunks, n, start, mask):
+    tl.store(row_ptr, first, mask=mask)
+    tl.store(row_ptr + 1, last, mask=mask)
+    tl.store(row_ptr + 2, chunk, mask=mask)
+    tl.store(row_ptr + 3, num_chunks, mask=mask)
+    tl.store(row_ptr + 4, n, mask=mask)
+    tl.store(row_ptr + 5, start, mask=mask)
+    tl.store(row_ptr + 6, -1, mask=mask)
+    tl.store(row_ptr + 7, 0, mask=mask)
+
+
+@triton.jit
 def _chunk_table_kernel(
-    cu_ptr, table_ptr, segments_ptr, documents_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, document_length, segment_chunks,
-    first_length, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    cu_ptr, table_ptr, segments_ptr, stretches_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, NL, document_length,
+    segment_chunks, first_length, stretch_chunks, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
     C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
@@ -99,7 +125,7 @@ def _chunk_table_kernel(
     first, last = _span(cu_ptr, mine, T, document_length, HAS_CU)
     length = last - first
     chunks = (length + C - 1) // C
-    head, inner, longer, pieces = _cut(chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
+    head, inner, longer, pieces = _cut(chunks, segment_chunks, first_length, LAST, UNIT)
     tail = chunks - _starts_at(pieces - 1, head, inner, longer)
     before = 0
     cuts_before = 0
@@ -107,14 +133,15 @@ def _chunk_table_kernel(
     head_place = 0
     tail_place = 0
     inner_place = 0
-    rank = 0
+    whole_before = 0
+    num_whole = 0
     for m0 in range(0, N, DOCS):
         m = m0 + tl.arange(0, DOCS)
         there = m < N
         m_safe = tl.minimum(m, N - 1)
         m_first, m_last = _span(cu_ptr, m_safe, T, document_length, HAS_CU)
         m_chunks = (m_last - m_first + C - 1) // C
-        m_head, m_inner, m_longer, m_pieces = _cut(m_chunks, segment_chunks, first_length, LAST, UNIT, IS_SPLIT)
+        m_head, m_inner, m_longer, m_pieces = _cut(m_chunks, segment_chunks, first_length, LAST, UNIT)
         m_tail = m_chunks - _starts_at(m_pieces - 1, m_head, m_inner, m_longer)
         earlier = there & (m < n)
         before += tl.sum(tl.where(earlier, m_chunks, 0))
@@ -126,8 +153,14 @@ def _chunk_table_kernel(
         tail_place += tl.sum(tl.where(there & ahead & (m_pieces > 1), 1, 0))
         ahead = (m_inner > inner) | ((m_inner == inner) & (m < n))
         inner_place += tl.sum(tl.where(there & ahead, tl.maximum(m_pieces - 2, 0), 0))
-        ahead = (m_chunks > chunks) | ((m_chunks == chunks) & (m < n))
-        rank += tl.sum(tl.where(there & ahead, 1, 0))
+        # As many stretches of the full length as boundaries: each ends at one.
+        m_whole = _boundaries_before(m_pieces - 1, m_head, m_inner, m_longer, NC, stretch_chunks)
+        m_whole += _boundaries(m_pieces - 1, m_tail, NC, stretch_chunks)
+        whole_before += tl.sum(tl.where(earlier, m_whole, 0))
+        num_whole += tl.sum(tl.where(there, m_whole, 0))
+    # Boundaries that are none (overlapping documents) must not lead past any table or state.
+    num_whole = tl.minimum(num_whole, NL)
+    num_ahead = tl.where(NC > 0, N, 0)
     rows = tl.arange(0, ROWS)
     if n < N:
         tl.store(cuts_ptr + n * 2, tl.minimum(cuts_before, NC))
@@ -139,25 +172,40 @@ def _chunk_table_kernel(
             place = tl.where(r + 1 < pieces, N + num_cut + inner_place + r - 1, N + tail_place)
             place = tl.where(r == 0, head_place, place)
             mask = (r < pieces) & (place < N + NC)
+            from_cut = tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1)
             row_ptr = segments_ptr + place * 8
             tl.store(row_ptr, first + start * C, mask=mask)
             tl.store(row_ptr + 1, last + 0 * r, mask=mask)
             tl.store(row_ptr + 2, before + start, mask=mask)
             tl.store(row_ptr + 3, stop - start, mask=mask)
             tl.store(row_ptr + 4, n + 0 * r, mask=mask)
-            # Boundaries that are none (overlapping documents) must not lead past the cuts' memory.
-            tl.store(row_ptr + 5, tl.where(r > 0, tl.minimum(cuts_before + r, NC) - 1, -1), mask=mask)
+            tl.store(row_ptr + 5, from_cut, mask=mask)
             tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, head + 0 * r, mask=mask)
-        document_ptr = documents_ptr + rank * 8
-        tl.store(document_ptr, first)
-        tl.store(document_ptr + 1, last)
-        tl.store(document_ptr + 2, before)
-        tl.store(document_ptr + 3, chunks)
-        tl.store(document_ptr + 4, n)
-        tl.store(document_ptr + 5, -1)
-        tl.store(document_ptr + 6, -1)
-        tl.store(document_ptr + 7, head)
+            tl.store(row_ptr + 7, 0 * r, mask=mask)
+            # What the segment ends with.
+            inside = _boundaries(r, stop - start, NC, stretch_chunks)
+            start += inside * stretch_chunks
+            left = tl.minimum((before + start) // stretch_chunks - 1, NL - 1)
+            place += tl.where(place < num_ahead, 0, num_whole)
+            _store_stretch(
+                stretches_ptr + place * 8, first + start * C, last + 0 * r, before + start, stop - start,
+                n + 0 * r, tl.where(inside > 0, NC + left, from_cut), mask,
+            )  # fmt: skip
+        for segment in range(pieces):
+            segment_start = _starts_at(segment, head, inner, longer)
+            segment_stop = tl.where(segment + 1 < pieces, _starts_at(segment + 1, head, inner, longer), chunks)
+            inside = _boundaries(segment, segment_stop - segment_start, NC, stretch_chunks)
+            place = whole_before + _boundaries_before(segment, head, inner, longer, NC, stretch_chunks)
+            from_cut = tl.where(segment > 0, tl.minimum(cuts_before + segment, NC) - 1, -1)
+            for j0 in range(0, inside, ROWS):
+                j = j0 + rows
+                start = segment_start + j * stretch_chunks
+                left = tl.minimum((before + start) // stretch_chunks - 1, NL - 1)
+                _store_stretch(
+                    stretches_ptr + (num_ahead + place + j) * 8, first + start * C, last + 0 * j, before + start,
+                    stretch_chunks + 0 * j, n + 0 * j, tl.where(j > 0, NC + left, from_cut),
+                    (j < inside) & (place + j < num_whole),
+                )  # fmt: skip
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
@@ -178,25 +226,31 @@ def _chunk_table_kernel(
             for field in tl.static_range(8):
                 nothing = -1 if field >= 4 else 0
                 tl.store(segments_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NC)
+        for r0 in range(N + tl.minimum(cuts_before, NC) + num_whole, N + NC + NL, ROWS):
+            r = r0 + rows
+            for field in tl.static_range(8):
+                nothing = -1 if field >= 4 else 0
+                tl.store(stretches_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NC + NL)
 
 
 def chunk_table(
     cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, rule: SegmentRule, like: Tensor
 ) -> Chunks:
-    """Lay out the chunks and segments of one call; `num_chunks` is the upper bound NT. One launch, no
+    """Lay out the chunks, segments and stretches of one call; `num_chunks` is the upper bound NT. One launch, no
     synchronisation."""
     chunks = Chunks(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
         segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
-        documents=like.new_empty((num_documents, 8), dtype=torch.int32),
+        stretches=like.new_empty((num_documents + rule.num_cuts + rule.num_left, 8), dtype=torch.int32),
         cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
     )
     launch(
         _chunk_table_kernel, (num_documents + 1,),
-        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts,
+        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts, rule.num_left,
         num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT, rule.first,
-        HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, IS_SPLIT=rule.is_split, C=CHUNK,
+        rule.stretch_chunks if rule.num_left else _UNCUT,
+        HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, C=CHUNK,
         DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
     )  # fmt: skip
     return chunks

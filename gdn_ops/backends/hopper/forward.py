@@ -14,9 +14,11 @@ warpgroups own a half of V each, a producer warp feeds both.
 
 A segment is a document, or a part of one that starts from the state at its cut (`segments.py`). `begin` runs the
 documents' first segments and, in other programs of the same launch and without outputs, every inner segment's H, from
-zero, and M, from the identity without values; `forward` then runs the others from the states at their cuts.
+zero, and M, from the identity without values; `forward` then runs the others from the states at their cuts. There it
+leaves its running state inside segments, if asked, so that the backward can compute states and updates again by one
+program a stretch of a segment, from the same state and so to the same bits.
 
-Grid: one program a segment and value head, longest segments first; inner segments have two in `begin`.
+Grid: one program a segment or stretch and value head, longest first; inner segments have two in `begin`.
 On chip: S^T in registers; tiles of q, k, v, A, P and factors, `STAGES` deep, in shared memory.
 """
 
@@ -31,13 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gdn_ops.backends.hopper import tma
-from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
 from gdn_ops.shapes import CHUNK
 
 # Letters: C chunk length (64), D head size (K = V = 128), M value rows of one warpgroup (64), H heads of one launch,
-# HS heads of the scratch tensors, HV value heads, R = HV / HK, NC most cuts.
+# HS heads of the scratch tensors, HV value heads, R = HV / HK, NC most cuts, NL most states left.
 
 # H200, 16/48 heads, 32768 tokens in five documents: 2 stages 0.414 ms, 3 stages 0.410 (outputs); the recompute's
 # 2 stages 0.56, 3 stages 0.58 (prototype, 2026-11, triton 3.6).
@@ -92,9 +93,9 @@ def _consume(
     half: gl.constexpr, states_desc, updates_desc, o_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, SUMMARY: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    BEGINS: gl.constexpr, SUMMARY: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
@@ -129,16 +130,18 @@ def _consume(
         state_MK = gl.load(initial_ptr + state_at + transposed_at, mask=starts_here, other=state_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
     decay = gl.load(end_ptr, mask=num_chunks > 0, other=0.0)
+    if LEAVES:
+        leave_at = leave_every
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
         row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
         next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C))
-        if CHECKPOINTS:
-            # `stop` is the document's first cut here.
-            if (c > 0) & (c % cut_chunks == 0):
-                cut = stop + c // cut_chunks - 1
-                gl.store(cut_states_ptr + (cut.to(gl.int64) * HV + h) * (_D * _D) + natural_at, state_MK)
+        if LEAVES:
+            if c == leave_at:
+                gl.store(cut_states_ptr + (left_row.to(gl.int64) * HV + h) * (_D * _D) + natural_at, state_MK)
+                left_row += 1
+                leave_at += leave_every
         rounded_MK = state_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -206,9 +209,7 @@ def _consume(
         if SUMMARY:
             gl.store(transitions_ptr + cut_at, state_MK, mask=everywhere & (stop >= 0) & (role == _TRANSITION))
     if HAS_FINAL and not SUMMARY:
-        ends_here = everywhere & (document >= 0)
-        if not CHECKPOINTS:
-            ends_here = ends_here & (stop < 0)
+        ends_here = everywhere & (document >= 0) & (stop < 0)
         gl.store(final_ptr + state_at + transposed_at, state_MK, mask=ends_here)
     store_wait(0)
 
@@ -217,24 +218,24 @@ def _consume(
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     if role == _RUN:
         _consume(
             0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
-            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+            first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
             _consume(
                 0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -243,24 +244,24 @@ def _consume_low(
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+    BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     if role == _RUN:
         _consume(
             1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
-            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+            first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
             _consume(
                 1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
+                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -268,36 +269,39 @@ def _consume_high(
 @gluon.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, segments_ptr, cuts_ptr,
-    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T, first_run, num_documents,
+    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, runs_ptr,
+    q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T, first_run, num_first,
+    left_row, end_row, leave_every,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, CHECKPOINTS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
-    segment = first_run + gl.program_id(0) // H
-    role = segment * 0 + _RUN
+    run = first_run + gl.program_id(0) // H
+    role = run * 0 + _RUN
     if BEGINS:
         # First segments come first, one program a head; H and M of the others follow.
-        beyond = gl.maximum(segment - num_documents, 0)
-        role = gl.where(segment < num_documents, _RUN, _ADDITION + beyond % 2)
-        segment = gl.minimum(segment, num_documents + beyond // 2)
-    segment_ptr = segments_ptr + segment * 8
+        beyond = gl.maximum(run - num_first, 0)
+        role = gl.where(run < num_first, _RUN, _ADDITION + beyond % 2)
+        run = gl.minimum(run, num_first + beyond // 2)
+    run_ptr = runs_ptr + run * 8
     h = first_head + local
     h_scratch = first_scratch_head + local
-    first = gl.load(segment_ptr)
-    last = gl.load(segment_ptr + 1)
-    chunk0 = gl.load(segment_ptr + 2)
-    num_chunks = gl.load(segment_ptr + 3)
-    document = gl.load(segment_ptr + 4)
-    start = gl.load(segment_ptr + 5)
-    stop = gl.load(segment_ptr + 6)
-    cut_chunks = gl.load(segment_ptr + 7)
-    if CHECKPOINTS:
-        stop = gl.load(cuts_ptr + document * 2)
+    first = gl.load(run_ptr)
+    last = gl.load(run_ptr + 1)
+    chunk0 = gl.load(run_ptr + 2)
+    num_chunks = gl.load(run_ptr + 3)
+    document = gl.load(run_ptr + 4)
+    start = gl.load(run_ptr + 5)
+    stop = gl.load(run_ptr + 6)
+    if LEAVES:
+        # The state before chunk x of the call is row x // leave_every - 1 of those left, as in the chunk table.
+        # Where documents overlap it must not lie past the last one.
+        last_row = end_row - (gl.maximum(num_chunks, 1) - 1) // leave_every
+        left_row = gl.minimum(left_row + chunk0 // leave_every, last_row)
     first_value = first
     if BEGINS:
         # A document's last segment hands on nothing.
@@ -321,14 +325,14 @@ def _forward_kernel(
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, cut_chunks, role, h, h_scratch,
-                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, CHECKPOINTS, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
+                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
@@ -343,53 +347,50 @@ def _forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
-    *, initial_state: Tensor | None, cut_states: Tensor | None = None, has_begun: bool = False,
-    checkpoints: Tensor | None = None, o: Tensor | None = None, final_state: Tensor | None = None,
-    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor,
+    *, initial_state: Tensor | None, first_run: int = 0, cut_states: Tensor | None = None, num_cuts: int = 0,
+    leave_every: int = 0, o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
+    updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence; q, k, v [T,H,D] at any addressable strides (q is read for o only).
 
-    Runs on documents or, given the states cut_states [NC,HV,V,K], on segments: all of them or, after `begin`, those
-    that start at a cut. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; the states at cuts, checkpoints
-    [NC,HV,V,K] (only on documents); states [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range
-    `heads` (all if left out).
+    runs int32 [X,8]: `Chunks.segments` or `Chunks.stretches`, of which those from first_run on are run; their cuts are
+    rows of cut_states [NC+NL,HV,V,K]. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; cut_states from row
+    num_cuts = NC on, with the running states after every `leave_every` chunks of a segment (0: with none); states
+    [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range `heads` (all if left out).
     """
     HV = v.shape[1]
-    heads = range(HV) if heads is None else heads
-    runs = chunks.documents if cut_states is None else chunks.segments
-    first_run = chunks.documents.shape[0] if has_begun else 0
-    assert cut_states is None or checkpoints is None
     _launch(
-        q, k, v, solve, scores, factors, chunks, runs, first_run, runs.shape[0] - first_run, initial_state,
-        cut_states if checkpoints is None else checkpoints, None, o, final_state, states, updates, heads,
-        is_checkpointing=checkpoints is not None,
+        q, k, v, solve, scores, factors, runs, first_run, runs.shape[0] - first_run, 0, initial_state, cut_states, None,
+        num_cuts, leave_every, o, final_state, states, updates, range(HV) if heads is None else heads,
     )  # fmt: skip
 
 
 def begin(
-    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, segments: Tensor,
     *, initial_state: Tensor | None, cut_states: Tensor, transitions: Tensor, o: Tensor | None = None,
     final_state: Tensor | None = None, states: Tensor | None = None, updates: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence as far as it needs no combination: on the documents' first segments, with the results of
     `forward`.
 
-    Also fills row c of cut_states [NC,HV,V,K] with the state or H, and of transitions [NC,HV,K,K] with M (transposed:
-    it maps a state's rows; not where a first segment stops), of the segment that stops at cut c.
+    segments int32 [N+NC,8], first segments first. Also fills row c of cut_states [NC+NL,HV,V,K] with the state or H,
+    and of transitions [NC,HV,K,K] with M (transposed: it maps a state's rows; not where a first segment stops), of the
+    segment that stops at cut c.
     """
-    num_documents, num_cuts = chunks.documents.shape[0], cut_states.shape[0]
+    num_cuts = transitions.shape[0]
+    num_first = segments.shape[0] - num_cuts
     _launch(
-        q, k, v, solve, scores, factors, chunks, chunks.segments, 0, num_documents + 2 * num_cuts, initial_state,
-        cut_states, transitions, o, final_state, states, updates, range(v.shape[1]), is_checkpointing=False,
+        q, k, v, solve, scores, factors, segments, 0, num_first + 2 * num_cuts, num_first, initial_state, cut_states,
+        transitions, 0, 0, o, final_state, states, updates, range(v.shape[1]),
     )  # fmt: skip
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks, runs: Tensor,
-    first_run: int, num_runs: int, initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None,
-    o: Tensor | None, final_state: Tensor | None, states: Tensor | None, updates: Tensor | None, heads: range, *,
-    is_checkpointing: bool,
+    q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor, first_run: int,
+    num_runs: int, num_first: int, initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None,
+    left_row: int, leave_every: int, o: Tensor | None, final_state: Tensor | None, states: Tensor | None,
+    updates: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
@@ -407,13 +408,12 @@ def _launch(
         states_desc, updates_desc, square if o is None else tma.rows(o.view(o.shape[0], -1), (CHUNK, 64)),
         factors, k if o is None else o, stand_in if initial_state is None else initial_state,
         stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
-        stand_in if transitions is None else transitions, runs, chunks.cuts,
+        stand_in if transitions is None else transitions, runs,
         q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0], first_run,
-        chunks.documents.shape[0],
+        num_first, left_row, 0 if cut_states is None else cut_states.shape[0], leave_every,
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
-        HAS_CUTS=cut_states is not None and transitions is None and not is_checkpointing,
-        BEGINS=transitions is not None, CHECKPOINTS=is_checkpointing, HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=final_state is not None,
+        HAS_CUTS=cut_states is not None and transitions is None, BEGINS=transitions is not None,
+        LEAVES=leave_every > 0, HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -324,7 +324,7 @@ def reverse(
 ) -> None:  # fmt: skip
     """Run the recurrence backwards for a range of value heads.
 
-    Runs on documents or, after `begin_reverse` and given the states' gradients cut_dstates [NC,HV,V,K], on segments
+    Runs on documents or, after `begin_reverse` and from the states' gradients cut_dstates [NC,HV,V,K], on segments
     that stop at a cut. Fills dstates [NT,H,V,K] (gradient of the state at each chunk's end), dv [T,G,R,V] at any
     addressable strides, rows 0..7 of sums [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
     """
@@ -356,7 +356,6 @@ def _launch(
     d_initial_state: Tensor | None, cut_dstates: Tensor | None, heads: range, *, begins: bool,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
-    runs = chunks.documents if cut_dstates is None else chunks.segments
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
     stand_in = factors
     if dstates is None or dv is None or sums is None:
@@ -367,13 +366,13 @@ def _launch(
         dstates_desc = tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128))
         dv_numbers, num_sums = (dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2]), sums.shape[2]
     launch(
-        _reverse_kernel, (runs.shape[0] * len(heads),),
+        _reverse_kernel, (chunks.segments.shape[0] * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
         square, tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         dstates_desc, dv_desc,
         factors, stand_in if sums is None else sums, k if dv is None else dv,
         stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
-        stand_in if cut_dstates is None else cut_dstates, runs,
+        stand_in if cut_dstates is None else cut_dstates, chunks.segments,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start,
         R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums,
         HAS_CUTS=cut_dstates is not None and not begins, OUTPUT=dstates is not None, BEGINS=begins,

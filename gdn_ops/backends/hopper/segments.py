@@ -17,8 +17,11 @@ both launches of a direction keep the chip busy (`shapes.segment_rule`).
 
 Which documents are cut, and where, is worked out on the device from `cu_seqlens` (`chunks.chunk_table`). The host knows
 shapes only: `shapes.segment_rule` says how long a segment should be, and so how many cuts there can be at most.
-Where it says that summaries do not pay, the forward stores its running state at each cut, and only the backward's
-recomputation runs on segments, with the bits it would have without.
+
+What the backward computes again needs no combination: the forward leaves its running state inside segments, and every
+stretch between two such states is a program of its own. No stretch runs over a cut, where the forward has started again
+from the combined state: so they have the bits that the forward would have kept. Where the rule says that summaries do
+not pay, segments are whole documents, and stretches all that is cut.
 """
 
 import triton

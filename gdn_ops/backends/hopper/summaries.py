@@ -28,11 +28,10 @@ def segments_fwd(states: Tensor, transitions: Tensor, table: Tensor, inputs: Inp
     with on_device(inputs.q):
         k, v = hopper._flat(inputs.k), hopper._flat(inputs.v)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, k)
-        chunks = chunks._replace(segments=table, documents=table[: table.shape[0] - states.shape[0]])
         kept = hopper._prepare(k, k, inputs, options, s, chunks, has_scores=False)
         # Without outputs neither q nor scores are read.
         begin(
-            k, k, v, kept.solve, kept.solve, kept.factors, chunks,
+            k, k, v, kept.solve, kept.solve, kept.factors, table,
             initial_state=inputs.initial_state, cut_states=states,
             transitions=transitions if transitions.shape[0] else states,  # then no row of the table asks for M
         )  # fmt: skip

@@ -38,13 +38,15 @@ class _OfflineDriver:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "states": {"save": "states"},
+    "plain": {"R": 5},
+    "states": {"R": 5, "save": "states"},
     "full": {
         "norm": True, "gate": True, "sigmoid": True, "doubled": True, "varlen": True, "initial": True, "packed": True,
         "save": "inputs",
     },
     "long": {"HK": 4, "R": 2, "T": 32768},
+    "stretches": {"T": 32768},
+    "stretches_full": {"T": 32768, "initial": True, "norm": True},
     "long_full": {
         "HK": 2, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
     },

@@ -50,9 +50,10 @@ def check(kernels: list[dict]) -> None:
 
 
 def test_kernels_compile_for_sm_90() -> None:
-    kernels = compile_offline("plain", "full", "long")
+    kernels = compile_offline("plain", "full", "long", "stretches")
     check(kernels)
     assert [x["name"] for x in kernels if x["case"] == "long"] == LONG
+    assert [x["name"] for x in kernels if x["case"] == "stretches"] == LONG
     assert [x["name"] for x in kernels if x["case"] == "plain"] == PLAIN
     full = [x["name"] for x in kernels if x["case"] == "full"]
     assert full.count("_solve_kernel") == 2, "save='inputs' prepares again in the backward"
@@ -62,13 +63,13 @@ def test_kernels_compile_for_sm_90() -> None:
 
 @pytest.mark.slow
 def test_every_case_compiles_for_sm_90() -> None:
-    check(compile_offline("states", "long_full", "states_only", "half", "one_head"))
+    check(compile_offline("states", "stretches_full", "long_full", "states_only", "half", "one_head"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER_TRITON is None, reason="GDN_OPS_TEST_TRITON_PATH names no other Triton")
 def test_kernels_compile_with_another_triton() -> None:
-    kernels = compile_offline("plain", "full", "long_full", triton_path=OTHER_TRITON)
+    kernels = compile_offline("plain", "full", "stretches", "long_full", triton_path=OTHER_TRITON)
     check(kernels)
     import triton
 

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed, every option": {"HK": 2, "varlen": True, "everything": True, "packed": True, "save": "inputs"},
     "batch, states kept": {"B": 2, "T": 100, "save": "states"},
     "one long document": {"T": 16384, "save": "solve"},
+    "one long document in stretches": {"HK": 8, "T": 10000, "save": "solve"},
 }
 
 

@@ -20,10 +20,10 @@ import oracle
 
 from gdn_ops import ops, outputs, settings, shapes
 from gdn_ops.backends import hopper, launching
-from gdn_ops.backends.hopper.chunks import chunk_table
+from gdn_ops.backends.hopper.chunks import Chunks, chunk_table
 from gdn_ops.context_parallel import partition
 from gdn_ops.context_parallel.emulation import RankInputs, emulate
-from gdn_ops.shapes import Options, segment_rule, sizes
+from gdn_ops.shapes import WHOLE_DOCUMENTS, Options, SegmentRule, segment_rule, sizes
 
 BOUND = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """As on the GPU (`test_hopper.py`)."""
@@ -35,6 +35,9 @@ RAGGED = [0, 760, 760, 761, 1230, 1430]
 launched: list[str] = []
 """Names of the kernels that a test has launched, in order."""
 
+programs: list[int] = []
+"""How many programs each of them was."""
+
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -42,12 +45,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(outputs, "_UNCUT_DEVICES", ())
     monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 2)
     launched.clear()
+    programs.clear()
     with emulator.emulated(), settings.configure(cut_documents=True):
         run = launching.recording.recorder.add
 
-        def note(kernel: Any, *launch: Any) -> None:
+        def note(kernel: Any, grid: tuple[int, ...], *launch: Any) -> None:
             launched.append(kernel.fn.__name__)
-            run(kernel, *launch)
+            programs.append(grid[0])
+            run(kernel, grid, *launch)
 
         monkeypatch.setattr(launching.recording.recorder, "add", note)
         yield
@@ -105,6 +110,75 @@ def test_only_the_recomputation_has_the_bits_of_whole_documents(monkeypatch: pyt
     assert same_bits(found, check_against_recurrence(**CUT))
 
 
+FEW_MULTIPROCESSORS = 8
+"""With so many the segments of `RAGGED` fill more than one round, and are computed again in stretches."""
+
+STRETCHED: dict[str, Any] = {**CUT, "decay": "weak"}
+"""Weak decay, so that states depend on all that was before them."""
+
+
+def results_of(save: str) -> tuple[Tensor, ...]:
+    """Outputs and gradients of `STRETCHED`."""
+    inputs, do, dfinal = oracle.make(device="cpu", **STRETCHED)
+    out = measure.forward_once(inputs, Options(128**-0.5), save, final=True)
+    grads, _ = measure.backward_once(out, do, dfinal, inputs, Options(128**-0.5), packed=False)
+    return (out.o, out.final_state, *grads)
+
+
+def layout_of(case: dict[str, Any]) -> tuple[Chunks, SegmentRule, int]:
+    """The tables of a case, its rule and its number of documents."""
+    inputs, _, _ = oracle.make(device="cpu", **case)
+    s = sizes(inputs)
+    rule = segment_rule(s)
+    return chunk_table(inputs.cu_seqlens, s.N, s.T, s.num_chunks, rule, inputs.q), rule, s.N
+
+
+def test_stretches_have_the_bits_of_kept_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backward computes again from states that the forward left is what the forward would have kept."""
+    monkeypatch.setattr(shapes, "_MULTIPROCESSORS", FEW_MULTIPROCESSORS)
+    check_against_recurrence(**STRETCHED)
+    chunks, rule, _ = layout_of(STRETCHED)
+    assert rule.is_split
+    assert (chunks.stretches[:, 5] >= rule.num_cuts).sum() >= 2, "that start inside a segment"
+    launched.clear()
+    programs.clear()
+    found = results_of("solve")
+    assert programs[launched.index("_reverse_kernel") - 1] == chunks.stretches.shape[0]
+    assert same_bits(found, results_of("states"))
+    assert same_bits(found, results_of("inputs"))
+
+
+def test_a_stretch_over_a_cut_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test before sees the fault that it is there for: a stretch that runs on where the forward started again."""
+    monkeypatch.setattr(shapes, "_MULTIPROCESSORS", FEW_MULTIPROCESSORS)
+    make = hopper.chunk_table
+
+    def over_a_cut(*args: Any) -> Chunks:
+        chunks = make(*args)
+        for row in chunks.stretches:
+            if 0 <= row[5] < chunks.segments.shape[0] - chunks.cuts.shape[0]:
+                before = chunks.stretches[:, 2] + chunks.stretches[:, 3] == row[2]
+                chunks.stretches[before & (chunks.stretches[:, 4] == row[4]), 3] += row[3]
+                row[3] = 0
+        return chunks
+
+    kept = results_of("states")
+    monkeypatch.setattr(hopper, "chunk_table", over_a_cut)
+    assert not same_bits(results_of("solve"), kept)
+    assert same_bits(results_of("states"), kept), "which has no stretches"
+
+
+def test_overlapping_documents_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries that go back are the caller's fault: results mean nothing, but no pointer leaves its tensor."""
+    for chains, multiprocessors in ((48, FEW_MULTIPROCESSORS), (0, 132)):
+        monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+        monkeypatch.setattr(shapes, "_MULTIPROCESSORS", multiprocessors)
+        inputs, do, _ = oracle.make(device="cpu", HK=1, HV=1, bounds=[0, 600, 700])
+        inputs.cu_seqlens.copy_(torch.tensor([600, 0, 700]))
+        out = measure.forward_once(inputs, Options(128**-0.5), "solve", final=False)
+        measure.backward_once(out, do, None, inputs, Options(128**-0.5), packed=False)
+
+
 def test_norm_and_half_precision() -> None:
     case = {**CUT, "bounds": [0, 700, 701], "T": None, "norm": True, "dtype": torch.float16}
     check_against_recurrence(**case)
@@ -159,11 +233,52 @@ def test_table_tiles_every_document() -> None:
         assert [row[5] for row in own] == [-1, *range(first_cut, first_cut + count)]
         assert [row[6] for row in own] == [*range(first_cut, first_cut + count), -1]
         assert all(b[2] == a[2] + a[3] and b[0] == a[0] + 64 * a[3] for a, b in itertools.pairwise(own))
-    assert [row[4] for row in chunks.documents.tolist()] == [0, 3, 4, 2, 1], "longest first"
+    whole = chunk_table(inputs.cu_seqlens, s.N, s.T, s.num_chunks, WHOLE_DOCUMENTS, inputs.q)
+    for table in (whole.segments, whole.stretches):
+        assert [row[4] for row in table.tolist()] == [0, 3, 4, 2, 1], "longest first"
     assert sorted(row[4] for row in rows[:5]) == list(range(5)), "first segments come first"
     assert all(row[5] >= 0 and row[6] < 0 for row in rows[5:8]), "then last ones"
     assert all(row[5] >= 0 and row[6] >= 0 for row in rows[8:11]), "then inner ones"
     assert all(row[3] == 0 and row[4] == -1 for row in rows[11:])
+
+
+@pytest.mark.parametrize("chains", [48, 0], ids=["segments", "documents"])
+def test_stretches_tile_every_segment(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none runs over a cut; first those that end at a boundary, where documents are cut after first segments."""
+    monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
+    monkeypatch.setattr(shapes, "_MULTIPROCESSORS", FEW_MULTIPROCESSORS)
+    chunks, rule, N = layout_of(CUT)
+    assert rule.is_split == (chains > 0)
+    assert len(chunks.stretches) == N + rule.num_cuts + rule.num_left
+    check_stretches(chunks, rule, N)
+    lengths = [row[3] for row in chunks.stretches.tolist()]
+    ahead = N if rule.is_split else 0
+    assert lengths[:ahead] == [row[3] for row in chunks.segments.tolist()][:ahead]
+    num_whole = sum(row[5] >= rule.num_cuts for row in chunks.stretches.tolist())
+    assert num_whole > 2
+    assert set(lengths[ahead : ahead + num_whole]) == {rule.stretch_chunks}
+
+
+def check_stretches(chunks: Chunks, rule: SegmentRule, N: int) -> None:
+    """Every segment's chunks in its own stretches, each from its own state."""
+    segments = [row for row in chunks.segments.tolist() if row[4] >= 0]
+    stretches = [row for row in chunks.stretches.tolist() if row[4] >= 0]
+    states = [row[5] for row in stretches if row[5] >= 0]
+    assert len(set(states)) == len(states)
+    assert all(row[5] < rule.num_cuts + rule.num_left for row in stretches)
+    seen = 0
+    for place, (first, last, chunk, length, n, start, _, _) in enumerate(segments):
+        own = [row for row in stretches if row[4] == n and chunk <= row[2] < chunk + max(length, 1)]
+        seen += len(own)
+        own.sort(key=lambda row: row[2])
+        every = rule.stretch_chunks if rule.num_left and not (rule.num_cuts and place < N) else max(length, 1)
+        assert len(own) == max(-(-length // every), 1)
+        for j, row in enumerate(own):
+            x = chunk + j * every
+            assert row[:3] == [first + 64 * j * every, last, x]
+            assert row[3] == min(every, length - j * every)
+            assert row[5] == (start if j == 0 else rule.num_cuts + x // every - 1)
+    assert seen == len(stretches)
 
 
 def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +286,7 @@ def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 16)
     lots = random.Random(0)
     for _ in range(60):
-        N, HV = lots.randint(1, 6), lots.choice([1, 2, 4, 6])
+        N, HV = lots.randint(1, 6), lots.choice([1, 2, 4, 6, 12, 20, 40, 48, 66])
         scale = lots.choice([2000, 20000, 400000])
         bounds = list(itertools.accumulate([lots.choice([0, 1, 64, lots.randint(0, scale)]) for _ in range(N)]))
         T = bounds[-1] + lots.choice([0, 1, 3000])
@@ -183,9 +298,10 @@ def test_cuts_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert int(chunks.cuts[:, 1].sum()) <= rule.num_cuts
         assert sum(row[3] for row in rows) == sum((b - a + 63) // 64 for a, b in itertools.pairwise([0, *bounds]))
         assert all(row[3] > 0 for row in rows if row[5] >= 0 or row[6] >= 0)
+        check_stretches(chunks, rule, N)
 
 
-@pytest.mark.parametrize("HV", [1, 4, 8, 16, 32, 40])
+@pytest.mark.parametrize("HV", [1, 4, 8, 16, 32, 40, 48])
 def test_one_long_document_fills_the_chip(HV: int) -> None:
     """As many segments as run at once with outputs, with lengths for which a launch's programs take equally long."""
     rule = segment_rule(shapes.Sizes(1, 32768, 1, HV, HV, 128, 128, 512))
@@ -196,11 +312,19 @@ def test_one_long_document_fills_the_chip(HV: int) -> None:
     first, last, *inner = lengths
     assert max(inner) - min(inner) <= 1
     has_one_round = 2 * HV * len(inner) <= 132 - HV
-    assert abs(first - (12 / 16 if has_one_round else 1) * inner[0]) <= 3
+    assert abs(first - (20 / 16 if HV >= 40 else 12 / 16 if has_one_round else 1) * inner[0]) <= 3
     assert abs(last - 14 / 16 * inner[0]) <= 2
+    stretches = [row[3] for row in chunks.stretches.tolist() if row[4] >= 0]
+    assert sum(stretches) == 512
+    if HV <= 8:
+        assert stretches == lengths, "one round"
+    else:
+        assert stretches[0] == first
+        assert 2.4 * 132 <= HV * len(stretches) <= 4 * 132
+        assert rule.num_left * HV <= 3 * 132
 
 
-@pytest.mark.parametrize("chains", [40, 0], ids=["segments", "documents"])
+@pytest.mark.parametrize("chains", [48, 0], ids=["segments", "documents"])
 def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents over three ranks: summaries without outputs, results and gradients as of one rank."""
     monkeypatch.setattr(shapes, "_SPLIT_CHAINS", chains)
