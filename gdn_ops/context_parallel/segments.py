@@ -113,7 +113,7 @@ def _placed(x: Tensor | None, index: Tensor, shape: tuple[int, int, int], like: 
     out = like.new_empty((index.shape[0], *shape))
     kernel = _states_kernels(out)
     if kernel is not None:
-        kernel.place(out, x, index)
+        kernel.place(out, None if x is None else x.contiguous(), index)
         return out
     return out.zero_() if x is None else rows(x, index)
 

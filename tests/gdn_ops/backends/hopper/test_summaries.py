@@ -121,6 +121,14 @@ def test_place_kernel_is_the_torch_form(dtype: torch.dtype, monkeypatch: pytest.
     assert launched == ["_place_kernel"] * 3
 
 
+def test_states_of_any_strides_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_on_a_gpu", lambda x: True)
+    states = torch.randn(3, 1, 16, 32, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    index = torch.tensor([2, -1, 0, 0], dtype=torch.int32)
+    assert torch.equal(segments._placed(states, index, (1, 32, 16), states), segments.rows(states, index))
+    assert launched == ["_place_kernel"]
+
+
 def test_row_kernel_is_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told, placed and returned, for a narrow and the widest convolution; fragments of one and two rows between."""
     monkeypatch.setattr(rows, "_BLOCK_W", 8)
