@@ -49,7 +49,8 @@ ALLOWED = {
     ],
     "gdn_ops.context_parallel.*": [
         *FOUNDATION,
-        *("gdn_ops.checks", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing", "gdn_ops.context_parallel.*"),
+        *("gdn_ops.checks", "gdn_ops.repeats", "gdn_ops.ops", "gdn_ops.autograd", "gdn_ops.packing"),
+        "gdn_ops.context_parallel.*",
     ],
     "gdn_ops.context_parallel.example": PUBLIC,
     "gdn_ops.memory": FOUNDATION,
