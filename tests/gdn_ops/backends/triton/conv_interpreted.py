@@ -7,6 +7,10 @@ import sys
 
 import torch
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import interpreting
+
+interpreting.patch_once()
 _spec = importlib.util.spec_from_file_location("conv_harness", pathlib.Path(__file__).with_name("conv_harness.py"))
 assert _spec is not None and _spec.loader is not None
 harness = importlib.util.module_from_spec(_spec)
