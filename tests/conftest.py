@@ -15,10 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would start the files with the most tests first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why."""
+    """Skip what this machine cannot run, and say why; put first the files that take longest."""
     has_gpu = torch.cuda.is_available()
     has_distributed = torch.distributed.is_available()
     for item in items:
@@ -26,6 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and there is none"))
         if item.get_closest_marker("distributed") and not has_distributed:
             item.add_marker(pytest.mark.skip(reason="needs a PyTorch built with torch.distributed"))
+    # A long file that starts last keeps one process busy while the others wait. Files stay whole, and in their order.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture

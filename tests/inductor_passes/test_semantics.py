@@ -371,7 +371,10 @@ def test_retain_graph_backward_twice():
 
 
 def test_compiled_autograd_packs_an_eager_forward():
-    model, x = make(two_layers)
+    def one_layer(self, x):  # what compiled autograd takes grows with the backward's length
+        return self.finish(toy(*heads(*parts(self.rows[0](x))), self.decay(x)))
+
+    model, x = make(one_layer)
     expected = step(model, model, x)
     reports = []
     backend = eager_backend(reports.append)
@@ -379,7 +382,7 @@ def test_compiled_autograd_packs_an_eager_forward():
         found = step(model, model, x)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
-    assert [call.reason for report in reports for call in report] == ["packed"] * 2
+    assert [call.reason for report in reports for call in report] == ["packed"]
 
 
 def test_export_is_untouched_and_runs():

@@ -48,11 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "stretches": {"T": 32768},
     "stretches_full": {"T": 32768, "initial": True, "norm": True},
     "long_full": {
-        "HK": 2, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
+        "HK": 1, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
     },
     "states_only": {"varlen": True, "states_only": True},
-    "half": {"dtype": torch.float16, "norm": True, "varlen": True, "R": 2},
-    "one_head": {"HK": 1, "R": 1, "B": 2, "T": 100},
+    "half": {"dtype": torch.float16, "norm": True, "HK": 2, "R": 1, "B": 2, "T": 100},
 }  # fmt: skip
 """Calls that between them reach every compile-time branch of every kernel."""
 
