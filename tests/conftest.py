@@ -1,6 +1,7 @@
 """What every test shares: devices that are not there are skipped with a reason; memory can be poisoned."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and there is none"))
         if item.get_closest_marker("distributed") and not has_distributed:
             item.add_marker(pytest.mark.skip(reason="needs a PyTorch built with torch.distributed"))
-    # A long file that starts last keeps one process busy while the others wait. Files stay whole, and in their order.
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    # A long file that starts last keeps one process busy while the others wait. Files stay whole.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ def run(function, *, backend="inductor", dynamic=False, training=True, shape=(2,
     return results, gdn_ops.stats().input_copies - copies, pipeline.counters["rows_made"] - before
 
 
+@pytest.mark.slow
 def test_no_call_copies_its_operands_behind_a_convolution():
     on, copies, made = run(SITES["qwen35"].call)
     assert (copies, made) == (0, 1)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,7 @@ def check_chain(chain):
     SEEN["whole"] += call.packed
 
 
+@pytest.mark.slow
 def test_random_chains():
     SEEN.update(dict.fromkeys(SEEN, 0))
     check_chain()

@@ -59,7 +59,7 @@ WORLDS = [
     pytest.param(("nccl", 2, CASES), id="nccl2", marks=pytest.mark.gpu),
     pytest.param(("nccl", 4, CASES), id="nccl4", marks=pytest.mark.gpu),
 ]
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=WORLDS)

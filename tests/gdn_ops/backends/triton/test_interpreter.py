@@ -13,6 +13,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 _HERE = pathlib.Path(__file__).parent
 _ROOT = _HERE.parents[3]

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 _HERE = pathlib.Path(__file__).parent
 
