@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
         "norm": True, "gate": True, "sigmoid": True, "doubled": True, "varlen": True, "initial": True, "packed": True,
         "save": "inputs",
     },
-    "long": {"HK": 4, "R": 2, "T": 32768},
     "stretches": {"T": 32768},
     "stretches_full": {"T": 32768, "initial": True, "norm": True},
     "long_full": {
