@@ -147,7 +147,8 @@ def epilogue(
     launch(
         _epilogue_kernel, (NT, triton.cdiv(H, _HEADS)),
         sums, factors, factors if norms else gates, scores, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table,
-        1.0 / options.scale if options.scale else 0.0, heads.start,
+        # Of a scale whose inverse float32 does not hold no gradient of a score is left that could be put right.
+        1.0 / options.scale if abs(options.scale) >= 2.0**-126 else 0.0, heads.start,
         HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
         DECAYS=factors.shape[2] if norms else 1, QUERY_DECAY=6 if norms else 0, KEY_DECAY=7 if norms else 0,
         VALUES=NUM_VALUE_SUMS, LEFT=SUM_KEYS_LEFT.value, QUERIES=SUM_QUERIES.value,

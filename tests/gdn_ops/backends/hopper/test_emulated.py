@@ -94,6 +94,19 @@ def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:
     assert torch.count_nonzero(grads.dg[..., 1]) > 0
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.2, 1e-40])
+def test_scales_that_no_model_has(scale: float) -> None:
+    """Zero, less than zero, and one whose inverse is no number of float32."""
+    inputs, do, dfinal = oracle.make(HK=1, HV=2, T=70, initial=True)
+    options = Options(scale)
+    want = oracle.run(inputs, options, do, dfinal, None).grads
+    out = measure.forward_once(inputs, options, "solve", final=True)
+    grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+    for name in ("k", "v", "g", "beta", "initial_state"):
+        found = grads.d_initial_state if name == "initial_state" else getattr(grads, f"d{name}")
+        assert oracle.relative_error(found.reshape(want[name].shape), want[name]) <= BOUND[torch.bfloat16], name
+
+
 def test_partitions_may_run_at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warpgroups and producers that dawdle at random around their barriers change no bit."""
     inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=measure.bounds_of([200, 1, 70]), norm=True, initial=True)
