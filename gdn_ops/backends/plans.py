@@ -11,6 +11,8 @@ one has no plan and runs as written. Temporary tensors share the workspace where
 """
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,10 @@ again where tensors of two batches take turns in the allocator's memory.
 Each launch is remembered by the addresses that it takes itself too. So where a tensor is new with every batch, such as
 the boundaries of documents, only the launches that read it are made again.
 """
+
+_MOST_IN_ALL = 16384
+"""The same of all plans together, about 10 KB (forward) or 16 KB of the host's memory each: every layer's addresses
+for some dozens of lengths that come again and again. All are forgotten when there are so many."""
 
 
 class Place(NamedTuple):
@@ -125,6 +131,8 @@ class Plan:
         self._tensors = tuple(step.tensors() for step in self.steps)
         self._made: tuple[dict[tuple[int, ...], Direct], ...] = tuple({} for _ in self.steps)
         """By stream and the addresses that a step takes."""
+        with _lock:
+            _plans.add(self)
 
     def __call__(self, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...] | None:
         """Run the call on tensors like those that it was recorded for; returns its outputs.
@@ -164,6 +172,17 @@ class Plan:
         return outputs
 
     def _prepare(self, stream: int, addresses: tuple[int, ...]) -> tuple[Direct, ...]:
+        with _lock:
+            _make_room()
+            return self._prepared(stream, addresses)
+
+    def forget(self) -> None:
+        """Give back the memory of launches; they are made again when they are needed."""
+        self._calls.clear()
+        for made in self._made:
+            made.clear()
+
+    def _prepared(self, stream: int, addresses: tuple[int, ...]) -> tuple[Direct, ...]:
         found = []
         for step, tensors, made in zip(self.steps, self._tensors, self._made, strict=True):
             key = (stream, *[addresses[i] for i in tensors])
@@ -175,6 +194,22 @@ class Plan:
         calls = tuple(found)
         _remember(self._calls, (stream, addresses), calls)
         return calls
+
+
+_lock = threading.Lock()
+"""Held while what plans remember changes."""
+_plans: "weakref.WeakSet[Plan]" = weakref.WeakSet()
+_num_prepared = 0
+"""Since all were forgotten; some may be gone with their plans."""
+
+
+def _make_room() -> None:
+    global _num_prepared
+    if _num_prepared >= _MOST_IN_ALL:
+        for plan in _plans:
+            plan.forget()
+        _num_prepared = 0
+    _num_prepared += 1
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:

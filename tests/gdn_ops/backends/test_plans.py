@@ -293,6 +293,24 @@ def test_the_memory_of_addresses_is_bounded(monkeypatch, capsys):
     assert len(plan._calls) == 3
 
 
+def test_the_memory_of_all_plans_is_bounded(monkeypatch):
+    """As with many lengths that come again and again: each has a plan, and each plan all layers' addresses."""
+    monkeypatch.setattr(launching, "current_stream", lambda device: 11)
+    monkeypatch.setattr(plans, "_MOST_IN_ALL", 5)
+    monkeypatch.setattr(plans, "_num_prepared", 0)
+    step = plans.Step(known([].append), (plans.Place(0, 0),), plans.Place(1, 0))
+    several = [plans.Plan(_CPU, [step], [], 0) for _ in range(4)]
+    kept = [torch.randn(4) for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(several[0].steps[0].launcher, "direct", lambda stream, *at: launching.Direct(int, (stream,)))
+        for x in kept:
+            for plan in several:
+                plan([x])
+                assert sum(len(p._calls) for p in several) <= 5
+                assert sum(len(p._made[0]) for p in several) <= 5
+    assert sum(len(p._calls) for p in several) == 2, "of twelve, the last of which are remembered again"
+
+
 def test_launch_hooks_see_every_launch(monkeypatch):
     seen = []
     launcher = type(
