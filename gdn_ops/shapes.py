@@ -104,8 +104,8 @@ _SPLIT_CHAINS = 48
 """Most documents times value heads for which forward and backward run on all segments at once.
 
 H200, 48 chains of 32768 tokens: forward, recomputation and `reverse` 2.75 ms whole, 2.49 in three segments that were
-computed again as they are, which in stretches takes 0.2 less (model). 64 chains: 5 % less by the model, at 8192 tokens
-1 %, of which more launches take their part.
+computed again as they are, 2.30 with stretches. 64 chains: 5 % less by the model, at 8192 tokens 1 %, of which more
+launches take their part.
 """
 
 _CHECKPOINT_CHAINS = 132
@@ -118,9 +118,9 @@ _LEAST_SEGMENT_CHUNKS = 16
 """Shorter segments or stretches would take longer to start than to run."""
 
 _STRETCH_ROUNDS = 3
-"""About how many stretches a multiprocessor computes again, one after the other. Model, 32 and 48 chains of 32768
-tokens: segments as they are 460 and 702 microseconds, 374 and 543 with three, 379 and 537 with two, 373 and 546 with
-four, and more states to keep."""
+"""About how many stretches a multiprocessor computes again, one after the other. H200, 32 and 48 chains of 32768
+tokens: segments as they are 460 and 749 microseconds, 380 and 546 with three. Model: 379 and 537 with two, 373 and 546
+with four, and more states to keep."""
 
 
 SEGMENT_UNIT = 16
