@@ -4,7 +4,9 @@ A path is a list of steps, each with the row of H, the row of M (none: S becomes
 written to. One launch takes every path, head and block of value columns, which do not depend on each other. The torch
 form, right on every device, is `gdn_ops.context_parallel.segments.walk`.
 
-On chip: the state, transposed, and one M at a time. Products are of TF32 in three parts, about as exact as float32.
+On chip: the state, transposed, and a quarter of the rows of one M at a time, so that registers leave room for several
+programs a multiprocessor, whose loads then hide behind each other's products. The numbers of a step are loaded during
+the one before. Products are of TF32 in three parts, about as exact as float32.
 Grid: (paths * HV, V / BV).
 
 Another kernel, `place`, picks rows of a tensor by their numbers, with zeros for those that are none: what paths start
@@ -21,11 +23,25 @@ from torch import Tensor
 
 from gdn_ops.backends import launching
 
-# Letters: HV value heads, K key head size, V value head size, BV value columns of a program.
+# Letters: HV value heads, K key head size, V value head size, BV value columns of a program, Q rows of a quarter of M.
 
+# 48 heads of 128 are 384 programs of 16 columns or 192 of 32. Three of four warps with 168 registers fit on a
+# multiprocessor, so the 384 all run at once; a wider block reads M less often.
 _VALUE_COLUMNS = 16
-_NUM_WARPS = 8
+_NUM_WARPS = 4
+_MOST_REGISTERS = 168
+_PLACED_WARPS = 8
 _PLACED_ELEMENTS = 4096
+
+
+@triton.jit
+def _quarters(x_VK, V: tl.constexpr, K: tl.constexpr):
+    """The columns of [V,K] in four blocks."""
+    halves_VQ22 = tl.permute(tl.reshape(x_VK, [V, 2, 2, K // 4]), (0, 3, 1, 2))
+    even_VQ2, odd_VQ2 = tl.split(halves_VQ22)
+    first, third = tl.split(even_VQ2)
+    second, fourth = tl.split(odd_VQ2)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -35,10 +51,13 @@ def _walk_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     HAS_STARTS: tl.constexpr, SOURCES_TRANSPOSED: tl.constexpr, MOVES_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
+    IN_QUARTERS: tl.constexpr = K >= 64
+    Q: tl.constexpr = K // 4 if IN_QUARTERS else K
     path = tl.program_id(0) // HV
     h = tl.program_id(0) % HV
     offs_v = tl.program_id(1) * BV + tl.arange(0, BV)
     offs_k = tl.arange(0, K)
+    offs_q = tl.arange(0, Q)
     natural_VK = offs_k[None, :] * V + offs_v[:, None]
     # The state is transposed, so the move is too: element (j, i) of M^T lies at i * K + j of M as it is.
     if SOURCES_TRANSPOSED:
@@ -46,30 +65,46 @@ def _walk_kernel(
     else:
         source_VK = natural_VK
     if MOVES_TRANSPOSED:
-        move_KK = offs_k[:, None] * K + offs_k[None, :]
+        move_QK = offs_q[:, None] * K + offs_k[None, :]
+        quarter: tl.constexpr = Q * K
     else:
-        move_KK = offs_k[None, :] * K + offs_k[:, None]
+        move_QK = offs_k[None, :] * K + offs_q[:, None]
+        quarter: tl.constexpr = Q
     state_VK = tl.zeros([BV, K], tl.float32)
     if HAS_STARTS:
         start = tl.load(starts_ptr + path).to(tl.int64)
         at = out_ptr + (start * HV + h) * (K * V)
         state_VK = tl.load(at + natural_VK, mask=(natural_VK >= 0) & (start >= 0), other=0.0)
+    step_ptr = steps_ptr + path * num_steps * 3
+    source = tl.load(step_ptr).to(tl.int64)
+    move = tl.load(step_ptr + 1).to(tl.int64)
     for step in range(num_steps):
-        step_ptr = steps_ptr + (path * num_steps + step) * 3
-        source = tl.load(step_ptr).to(tl.int64)
-        move = tl.load(step_ptr + 1).to(tl.int64)
         output = tl.load(step_ptr + 2).to(tl.int64)
+        follows = step + 1 < num_steps
+        next_source = tl.load(step_ptr + 3, mask=follows, other=-1).to(tl.int64)
+        next_move = tl.load(step_ptr + 4, mask=follows, other=-1).to(tl.int64)
         if source >= 0:
             at = sources_ptr + source // source_rows * source_block + source % source_rows * source_stride
-            own_VK = tl.load(at + h * (K * V) + source_VK)
+            found_VK = tl.load(at + h * (K * V) + source_VK)
             if move >= 0:
-                at = moves_ptr + move // move_rows * move_block + move % move_rows * move_stride
-                moves_KK = tl.load(at + h * (K * K) + move_KK)
-                state_VK = tl.dot(state_VK, moves_KK, acc=own_VK, input_precision="tf32x3")
-            else:
-                state_VK = own_VK
+                at = moves_ptr + move // move_rows * move_block + move % move_rows * move_stride + h * (K * K)
+                if IN_QUARTERS:
+                    a_VQ, b_VQ, c_VQ, d_VQ = _quarters(state_VK, BV, K)
+                    found_VK = tl.dot(a_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
+                    at += quarter
+                    found_VK = tl.dot(b_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
+                    at += quarter
+                    found_VK = tl.dot(c_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
+                    at += quarter
+                    found_VK = tl.dot(d_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
+                else:
+                    found_VK = tl.dot(state_VK, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
+            state_VK = found_VK
         if output >= 0:
             tl.store(out_ptr + (output * HV + h) * (K * V) + natural_VK, state_VK)
+        source = next_source
+        move = next_move
+        step_ptr += 3
 
 
 @triton.jit
@@ -98,7 +133,7 @@ def place(out: Tensor, x: Tensor | None, index: Tensor) -> None:
     num_rows = out.shape[0]
     row_size = out.numel() // num_rows
     has_rows = x is not None and x.shape[0] > 0
-    options = {"HAS_ROWS": has_rows, "BLOCK": _PLACED_ELEMENTS, "num_warps": _NUM_WARPS}
+    options = {"HAS_ROWS": has_rows, "BLOCK": _PLACED_ELEMENTS, "num_warps": _PLACED_WARPS}
     grid = (num_rows, triton.cdiv(row_size, _PLACED_ELEMENTS), 1)
     with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
         launching.launch(_place_kernel, grid, (out, x if has_rows else None, index, row_size), options)
@@ -127,6 +162,7 @@ def walk(
     options = {
         "HV": HV, "K": K, "V": V, "BV": block, "HAS_STARTS": starts is not None,
         "SOURCES_TRANSPOSED": sources_transposed, "MOVES_TRANSPOSED": moves_transposed, "num_warps": _NUM_WARPS,
+        "maxnreg": _MOST_REGISTERS,
     }  # fmt: skip
     with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
         launching.launch(_walk_kernel, (num_paths * HV, V // block, 1), args, options)

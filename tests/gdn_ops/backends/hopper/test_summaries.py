@@ -79,9 +79,11 @@ def test_ranks_whose_fragments_are_cut(save: str, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_walk_kernel_is_the_torch_form(transposed: bool) -> None:
+@pytest.mark.parametrize("K, V", [(32, 16), (64, 32)])
+def test_walk_kernel_is_the_torch_form(transposed: bool, K: int, V: int) -> None:
+    """With M at once and in quarters, and with one and two blocks of value columns."""
     gen = torch.Generator().manual_seed(0)
-    HV, K, V = 2, 32, 16
+    HV = 2
     # Rows lie in two blocks with something else between them; a step that does not exist stands anywhere.
     sources = torch.randn(2, 5, HV, *((V, K) if transposed else (K, V)), generator=gen)[:, 1:4]
     moves = torch.randn(2, 4, HV, K, K, generator=gen)[:, :3] * K**-0.5
