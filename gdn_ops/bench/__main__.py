@@ -235,7 +235,8 @@ def accuracies(names: Sequence[str], device: str, target: Path | None, top: dict
                 print(f"skipped {kind} {name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
                 failed = True
                 continue
-            print(*accuracy.table(rows[-1:])[-1], flush=True)
+            for line in accuracy.table(rows[-1:])[1:]:
+                print(*line, flush=True)
             if target:
                 found = [dataclasses.asdict(r) for r in rows]
                 write_json(target, {"header": top, "command": command, "accuracy": found})

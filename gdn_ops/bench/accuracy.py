@@ -51,13 +51,15 @@ INPUTS: dict[str, Callable[[Case, Data], Data]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative root mean square error of one provider's output and gradients on one kind of inputs."""
+    """Errors of one provider's output and gradients on one kind of inputs: relative root mean square, and the largest
+    over the largest expected value."""
 
     inputs: str
     provider: str
     dtype: str
     use_qk_l2norm: bool
     relative_rms: dict[str, float]
+    largest: dict[str, float]
 
 
 def errors(kind: str, provider: Provider, device: str, case: Case) -> Errors:
@@ -65,13 +67,19 @@ def errors(kind: str, provider: Provider, device: str, case: Case) -> Errors:
     data = INPUTS[kind](case, make_data(case, device, seed=5))
     found = gate.results(case, data, provider)
     expected = gate.recurrence(case, data)
-    measured = {name: gate.errors(found[name], x)[0] for name, x in expected.items()}
-    return Errors(kind, provider.name, str(case.dtype).removeprefix("torch."), case.use_qk_l2norm, measured)
+    measured = {name: gate.errors(found[name], x) for name, x in expected.items()}
+    return Errors(
+        kind, provider.name, str(case.dtype).removeprefix("torch."), case.use_qk_l2norm,
+        {name: rms for name, (rms, _) in measured.items()},
+        {name: largest for name, (_, largest) in measured.items()},
+    )  # fmt: skip
 
 
 def table(rows: list[Errors]) -> list[tuple[str, ...]]:
     """Lines of text cells, the header first."""
     names = tuple(rows[0].relative_rms) if rows else ()
-    lines = [("inputs", "provider", "dtype", *names)]
-    lines += [(r.inputs, r.provider, r.dtype, *(f"{x:.2e}" for x in r.relative_rms.values())) for r in rows]
+    lines = [("inputs", "provider", "dtype", "error", *names)]
+    for r in rows:
+        for error, values in (("rms", r.relative_rms), ("largest", r.largest)):
+            lines.append((r.inputs, r.provider, r.dtype, error, *(f"{x:.2e}" for x in values.values())))
     return lines

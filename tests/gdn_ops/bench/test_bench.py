@@ -131,11 +131,13 @@ def test_gates_only_measures_nothing(tiny, capsys):
 def test_accuracy_of_every_kind_of_inputs(kind):
     case = cases.Case("tiny", 1, 2, 130, (65, 1, 64), head_dim=16, dtype=torch.float32)
     ours = providers.provider("ours", case)
-    found = accuracy.errors(kind, ours, "cpu", case).relative_rms
-    assert list(found) == ["o", "dq", "dk", "dv", "dg", "dbeta"]
-    assert all(0 < x < 1e-4 for x in found.values())
-    wrong = providers.Provider("wrong", lambda *xs: 1.01 * ours.call(*xs))
-    assert accuracy.errors(kind, wrong, "cpu", case).relative_rms["dk"] == pytest.approx(1e-2, rel=0.1)
+    found = accuracy.errors(kind, ours, "cpu", case)
+    for values in (found.relative_rms, found.largest):
+        assert list(values) == ["o", "dq", "dk", "dv", "dg", "dbeta"]
+        assert all(0 < x < 1e-4 for x in values.values())
+    wrong = accuracy.errors(kind, providers.Provider("wrong", lambda *xs: 1.01 * ours.call(*xs)), "cpu", case)
+    assert wrong.relative_rms["dk"] == pytest.approx(1e-2, rel=0.1)
+    assert wrong.largest["dk"] == pytest.approx(1e-2, rel=0.1)
 
 
 def test_accuracy_command(monkeypatch, tmp_path, capsys):
