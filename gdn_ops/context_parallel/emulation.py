@@ -16,6 +16,7 @@ from gdn_ops.context_parallel.partition import Partition
 from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.plain import is_plain
 from gdn_ops.shapes import Saved
 
 
@@ -44,16 +45,20 @@ class _Emulated(torch.autograd.Function):
         final: bool,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
+        plain = is_plain(tensors)
         with torch._C._AutoDispatchBelowAutograd():
-            calls = _calls(plans, ranks, options, heads, tensors)
+            calls = _calls(plans, ranks, options, heads, tensors, plain)
             heard: list[Heard | None] = [None] * len(calls)
+            prepared = [path.prepare(call) for call in calls]
             if calls[0].linked:
-                heard = _exchange([path.forward_summary(call) for call in calls], ranks)
+                words = [path.forward_summary(*x) for x in zip(calls, prepared, strict=True)]
+                heard = _exchange(words, ranks)
             states = [path.received_states(call, words) for call, words in zip(calls, heard, strict=True)]
-            results = [path.forward(call, s, final, save) for call, s in zip(calls, states, strict=True)]
+            given = zip(calls, states, prepared, strict=True)
+            results = [path.forward(call, start, final, save, shared) for call, start, shared in given]
         outs = [x for o, last, _ in results for x in (o, last)]
-        words = [x for rank in heard for x in ((None, None) if rank is None else (rank.told, rank.moves))]
-        ctx.save_for_backward(*tensors, *words, *states, *(x for *_, saved in results for x in saved))
+        kept = [x for rank in heard for x in ((None, None) if rank is None else (rank.told, rank.moves))]
+        ctx.save_for_backward(*tensors, *kept, *states, *(x for *_, saved in results for x in saved))
         ctx.meta = plans, ranks, options, heads
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -71,8 +76,9 @@ class _Emulated(torch.autograd.Function):
         words, states, saved = rest[: 2 * R], rest[2 * R : 3 * R], rest[3 * R :]
         transitions, moves = words[::2], words[1::2]
         count = len(Saved._fields)
+        plain = is_plain((*tensors, *grads))
         with torch._C._AutoDispatchBelowAutograd():
-            calls = _calls(plans, ranks, options, heads, tensors)
+            calls = _calls(plans, ranks, options, heads, tensors, plain)
             dos = [path.zero_output_gradient(c) if x is None else x for c, x in zip(calls, grads[::2], strict=True)]
             dfinals = grads[1::2]
             kept_of = [tuple(saved[count * i : count * i + count]) for i in range(R)]
@@ -96,13 +102,15 @@ def _exchange(words: list[Heard], ranks: int) -> list[Heard | None]:
     return [rank if told is None else rank._replace(told=told) for rank in words]
 
 
-def _calls(plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, tensors: Sequence[Any]) -> list[Call]:
+def _calls(
+    plans: list[Plan], ranks: int, options: dict[str, Any], heads: Any, tensors: Sequence[Any], plain: bool
+) -> list[Call]:
     width = len(RankInputs._fields)
     calls = []
     for i, plan in enumerate(plans):
         rank = RankInputs(*tensors[width * i : width * (i + 1)])
         q, row = (rank.q, None) if heads is None else (None, rank.q)
-        calls.append(Call(q, rank.k, rank.v, row, *rank[3:], plan, ranks, options, heads))
+        calls.append(Call(q, rank.k, rank.v, row, *rank[3:], plan, ranks, options, heads, plain))
     return calls
 
 

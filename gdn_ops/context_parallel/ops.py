@@ -21,6 +21,7 @@ from gdn_ops.context_parallel import path
 from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.context_parallel.segments import summary_sizes
+from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.ops import lib
 from gdn_ops.outputs import allocate_chunk_fwd
@@ -78,11 +79,13 @@ def _run(
     """The op's outputs without the last three, the pieces' states, and the exchange."""
     states, told, moves = received
     heard = None if told is None or moves is None else Heard(told, moves[:0], moves)
+    prepared = None
     if states is None:
-        heard = _tell(call, kwargs) if call.linked else None
+        prepared = path.prepare(call)
+        heard = _tell(call, kwargs, prepared) if call.linked else None
         states = path.received_states(call, heard)
     o, final_state, saved = path.forward(
-        call, states, kwargs.get("output_final_state", False), kwargs.get("save", "solve")
+        call, states, kwargs.get("output_final_state", False), kwargs.get("save", "solve"), prepared
     )
     return (o, final_state, *saved), states, heard
 
@@ -91,8 +94,8 @@ def _gather(words: Heard, kwargs: dict[str, Any], what: str) -> Heard:
     return words._replace(told=path.gather(words.told, kwargs["num_ranks"], kwargs["group_name"], what))
 
 
-def _tell(call: Call, kwargs: dict[str, Any]) -> Heard:
-    return _gather(path.forward_summary(call), kwargs, _FORWARD_WORDS)
+def _tell(call: Call, kwargs: dict[str, Any], prepared: Prepared | None = None) -> Heard:
+    return _gather(path.forward_summary(call, prepared), kwargs, _FORWARD_WORDS)
 
 
 def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, heard: Heard | None) -> tuple[Tensor, ...]:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gdn_ops import packing
+from gdn_ops.context_parallel import sharing
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.context_parallel.segments import picked, rows
+from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.ops import kernels
 from gdn_ops.shapes import accumulator_dtype, packed_layouts, packed_width
 
@@ -119,12 +121,22 @@ class Heard(NamedTuple):
     moves: Tensor
 
 
-def forward_summary(call: Call) -> Heard:
+def prepare(call: Call) -> Prepared | None:
+    """What this rank's summary and its forward both need, where one computation can serve both, else None."""
+    if not (call.plain and call.linked):
+        return None
+    return sharing.prepare(
+        *call.operands(), call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options
+    )
+
+
+def forward_summary(call: Call, prepared: Prepared | None = None) -> Heard:
     """What this rank tells before the forward, and what it keeps."""
     _, k, v = call.operands()
+    shared = {} if prepared is None else {"prepared": prepared}
     found = call.op("segment_summary_fwd")(
         k, v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias, list(call.plan),
-        num_ranks=call.num_ranks, **call.switches(),
+        num_ranks=call.num_ranks, **call.switches(), **shared,
     )  # fmt: skip
     return Heard(*found)
 
@@ -137,12 +149,14 @@ def received_states(call: Call, heard: Heard | None) -> Tensor | None:
 
 
 def forward(
-    call: Call, states: Tensor | None, output_final_state: bool, save: str
+    call: Call, states: Tensor | None, output_final_state: bool, save: str, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """o, the global final states (rows of documents that end on this rank, else zeros), and what is saved."""
     options = {**call.options, "output_final_state": output_final_state, "save": save}
     rest = (call.g, call.beta, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
-    if call.row is not None:
+    if prepared is not None:
+        o, final_state, *saved = sharing.forward(*call.operands(), *rest, prepared, **options)
+    elif call.row is not None:
         assert call.heads is not None
         names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), call.heads, strict=True))
         o, final_state, *saved = call.op("chunk_packed_fwd")(call.row, *rest, **names, **options)

@@ -81,11 +81,11 @@ class Plan(NamedTuple):
     For the forward's summary, of Q pieces whose H somebody needs: forward_segments int32 [2Q] (start, end local
     tokens), forward_starts [Q] (document whose initial state a piece takes), forward_table int32 [P+Q,8] (the same as
     a backend's kernels read it, chunks counted along forward_segments: first the P of which only H is asked for, then
-    those of H and M), transition_segments int32 [2L] (the pieces of the fragments that tell M), transition_fold [M,S]
+    those of H and M), forward_saved_table (the same with chunks counted along cu_seqlens, as those of the op's saved
+    tensors are), transition_segments int32 [2L] (the pieces of the fragments that tell M), transition_fold [M,S]
     (which of these are a fragment's, in order), piece_transitions int32 [2Q] (the pieces whose M this rank needs
     itself, the others empty). The backward's mirrors: backward_segments,
-    backward_ends, backward_table [QB,8], and backward_saved_table, whose chunks are counted along cu_seqlens as those
-    of the op's saved tensors are.
+    backward_ends, backward_table [QB,8] and backward_saved_table.
 
     Then walks S <- M S + H, int32 [paths,steps,3], at each step the row of H, that of M, and the row that the state is
     written to: fold (the pieces of a fragment: what it tells), prefixes (the fragments before one: what it starts
@@ -100,6 +100,7 @@ class Plan(NamedTuple):
     forward_segments: Tensor
     forward_starts: Tensor
     forward_table: Tensor
+    forward_saved_table: Tensor
     transition_segments: Tensor
     transition_fold: Tensor
     piece_transitions: Tensor
@@ -281,9 +282,10 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
         return _Run(*own.flat[piece], chunk, _chunks(*own.flat[piece]), document, start, stop)
 
     chunks, saved_chunks = _chunk_starts(forward_pairs), _chunk_starts(bounds)
-    forward = [
-        run(p, chunks[2 * slot], own.starts[p], 0 if p in own.moves else -1, slot) for slot, p in enumerate(own.forward)
-    ]
+    forward, forward_saved = (
+        [run(p, chunk(slot, p), own.starts[p], 0 if p in own.moves else -1, slot) for slot, p in enumerate(own.forward)]
+        for chunk in (lambda slot, p, of=chunks: of[2 * slot], lambda slot, p: saved_chunks[p])
+    )
     chunks = _chunk_starts(backward_pairs)
     backward, backward_saved = (
         [
@@ -311,13 +313,16 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
             [*(own.starts[p] for p in own.forward), *[-1] * (sizes.forward - len(own.forward))],
             (sizes.forward,),
         ),
-        "forward_table": (
-            [
-                *_table([run for run in forward if run.start < 0], sizes.additions),
-                *_table([run for run in forward if run.start >= 0], sizes.forward),
-            ],
-            (sizes.additions + sizes.forward, 8),
-        ),
+        **{
+            name: (
+                [
+                    *_table([run for run in runs if run.start < 0], sizes.additions),
+                    *_table([run for run in runs if run.start >= 0], sizes.forward),
+                ],
+                (sizes.additions + sizes.forward, 8),
+            )
+            for name, runs in (("forward_table", forward), ("forward_saved_table", forward_saved))
+        },
         "transition_segments": (transition_pairs, (2 * sizes.telling,)),
         "transition_fold": ([x for row in transition_fold for x in row], (links.num_transitions, sizes.longest)),
         "piece_transitions": (

@@ -217,10 +217,14 @@ def _products(moves: Tensor, fold: Tensor) -> Tensor:
 @torch.no_grad()
 def _own_summary(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, segments: Tensor, starts: Tensor, table: Tensor, piece_transitions: Tensor, fold: Tensor,
+    dt_bias: Tensor | None, norms: Tensor | None, gates: Tensor | None, solve: Tensor | None, cu_seqlens: Tensor,
+    segments: Tensor, starts: Tensor, table: Tensor, saved_table: Tensor, piece_transitions: Tensor, fold: Tensor,
     *, words: int, kept: int, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """All of `segment_summary_fwd` but the M that is told, which has no words yet."""
+    """All of `segment_summary_fwd` but the M that is told, which has no words yet.
+
+    norms, gates and solve: of the chunks of cu_seqlens, from `sharing.prepare`, or None.
+    """
     k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     told, additions, moves = _allocate_summary(k, v, words, kept)
@@ -233,8 +237,13 @@ def _own_summary(
     states = additions if kept else told.new_empty((count, HV, V, K))
     summaries = _summaries(inputs, options)
     if summaries is not None:
-        start = None if initial_state is None else initial_state.contiguous()
-        summaries.segments_fwd(states, moves, table, inputs._replace(initial_state=start), options)
+        inputs = inputs._replace(initial_state=None if initial_state is None else initial_state.contiguous())
+        none = told.new_empty((0,))
+        saved = Saved(*(none,) * len(Saved._fields))
+        if norms is not None and gates is not None and solve is not None:
+            inputs, table = inputs._replace(cu_seqlens=cu_seqlens), saved_table
+            saved = saved._replace(norms=norms, gates=gates, solve=solve)
+        summaries.segments_fwd(states, moves, table, inputs, saved, options)
     else:
         start = None if initial_state is None else _between(rows(initial_state, starts))
         found = _final_states(inputs._replace(initial_state=start), options)
@@ -249,7 +258,7 @@ def _own_summary(
 
 
 def _own_summary_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    k, v, g, beta, _, A_log, dt_bias, segments = args[:8]
+    k, v, g, beta, _, A_log, dt_bias, *_, segments = args[:12]
     options = Options(scale=1.0, **{name: x for name, x in kwargs.items() if name in Options._fields})
     return backend_for(Inputs(k, k, v, g, beta, None, segments, A_log, dt_bias), options)
 
@@ -257,17 +266,19 @@ def _own_summary_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _segment_summary_fwd(
     own_summary: Callable[..., tuple[Tensor, Tensor, Tensor]],
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, plan: Sequence[Tensor], *, num_ranks: int, **switches: bool,
+    dt_bias: Tensor | None, plan: Sequence[Tensor], *, num_ranks: int,
+    prepared: tuple[Tensor, ...] | None = None, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The op; `prepared` is for calls without the dispatcher (`sharing.py`)."""
     if num_ranks > 1:
         counters.count("context_exchanges")
     p = Plan(*plan)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     words, kept = summary_sizes(p, HV, K, V)
     found = own_summary(
-        k, v, g, beta, initial_state, A_log, dt_bias,
-        p.forward_segments, p.forward_starts, p.forward_table, p.piece_transitions, p.fold,
-        words=words, kept=kept, **switches,
+        k, v, g, beta, initial_state, A_log, dt_bias, *((None, None, None) if prepared is None else prepared[:3]),
+        p.cu_seqlens, p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table,
+        p.piece_transitions, p.fold, words=words, kept=kept, **switches,
     )  # fmt: skip
     if p.num_transitions:
         _tell_transitions(found[0][p.num_forward * HV * K * V :], k, v, g, beta, A_log, dt_bias, p, switches)
@@ -468,7 +479,8 @@ _IMPLEMENTATIONS = {
     "segment_summary_fwd": _Op(
         _segment_summary_fwd,
         _own_summary,
-        "k v g beta initial_state A_log dt_bias segments starts table piece_transitions fold",
+        "k v g beta initial_state A_log dt_bias norms gates solve cu_seqlens segments starts table saved_table "
+        "piece_transitions fold",
         _own_summary_backend,
         _segment_summary_fwd_fake,
     ),

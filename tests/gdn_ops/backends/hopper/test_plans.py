@@ -15,7 +15,7 @@ import gdn_ops
 from gdn_ops import ops, outputs, settings
 from gdn_ops.backends import hopper, launching, plans
 from gdn_ops.backends.hopper import summaries
-from gdn_ops.context_parallel import Context, partition, segments
+from gdn_ops.context_parallel import Context, partition, path, segments, sharing
 from gdn_ops.repeats import remembered
 from gdn_ops.shapes import Inputs, Options, packed_width
 
@@ -185,6 +185,10 @@ BATCHES = (
     partition([0, 290, 700], fragments=[[(1, 110, 300), (0, 0, 290), (1, 0, 110)]]),
 )
 HK, HV, TOKENS = 1, 2, 700
+SHARED = {
+    "_prepare": (sharing._prepare, sharing._PREPARE_NAMES),
+    "_forward": (sharing._forward, sharing._FORWARD_NAMES),
+}
 
 
 def context_step(context: Context, state: Tensor, do: Tensor) -> None:
@@ -211,6 +215,14 @@ def context_calls(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
             return part(*args, **kwargs)
 
         monkeypatch.setitem(ops.kernels, (name, "cpu"), functools.partial(op.call, noted))
+    for name, shared in SHARED.items():
+        part = sharing._again(*shared)
+
+        def noted(*args: Any, part: Any = part, name: str = name, **kwargs: Any) -> Any:
+            found.setdefault(name, []).append((args, kwargs))
+            return part(*args, **kwargs)
+
+        monkeypatch.setattr(sharing, name, noted)
     return found
 
 
@@ -224,15 +236,35 @@ def test_the_plans_of_summaries_launch_what_their_host_code_launches(
         context_step(BATCHES[0].context(0, device="cpu", pieces=pieces), state, do)
         counts = {}
         for name, calls in context_calls.items():
-            op = segments._IMPLEMENTATIONS[name]
+            if name in SHARED:
+                run, names = SHARED[name]
+            else:
+                run, names = segments._IMPLEMENTATIONS[name].part, segments._IMPLEMENTATIONS[name].names.split()
             for args, options in calls:
-                assert len(args) == len(op.names.split())
-                counts[name] = compare(op.part, args, options, monkeypatch)
+                assert len(args) == len(names)
+                counts[name] = compare(run, args, options, monkeypatch)
     assert counts == {
-        "segment_summary_fwd": 5,  # chunks, gates, matrices, recurrence, walk
+        "_prepare": 3,  # chunks, gates, matrices
+        "segment_summary_fwd": 4,  # chunks, gates, recurrence, walk
+        "_forward": 3 + 1,  # chunks, gates, recurrence, zeros after the last document
         "segment_combine": 2 if pieces == 1 else 3,  # rows that are given, a walk between fragments, one inside of them
         "segment_summary_bwd": 4,  # chunks, gates, recurrence, walk
     }
+
+
+def test_the_plans_of_a_summary_that_shares_nothing(
+    context_calls: dict[str, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a graph."""
+    state, do = torch.zeros(2, HV, D, D), torch.zeros(1, TOKENS, HV, D, dtype=torch.bfloat16)
+    monkeypatch.setattr(path, "prepare", lambda call: None)
+    with settings.configure(fast_calls=True):
+        monkeypatch.setattr(launching.recording, "recorder", Launches())
+        context_step(BATCHES[0].context(0, device="cpu", pieces=6), state, do)
+        op = segments._IMPLEMENTATIONS["segment_summary_fwd"]
+        ((args, options),) = context_calls["segment_summary_fwd"]
+        # chunks, gates, matrices, recurrence, walk
+        assert compare(op.part, args, options, monkeypatch) == 5
 
 
 def test_a_second_step_repeats_the_launches_of_the_first_with_another_batch_s_tables(
@@ -276,7 +308,8 @@ def test_a_second_step_repeats_the_launches_of_the_first_with_another_batch_s_ta
     assert len(host_code) == 4
     passed = {x for _, _, args in taken for x in args if isinstance(x, int)}
     mine, others = contexts[2].plan, contexts[1].plan
-    for field in ("cu_seqlens", "forward_table", "fold", "prefixes", "spread", "backward_saved_table", "suffixes"):
+    walks = ("fold", "prefixes", "spread", "suffixes")
+    for field in ("cu_seqlens", "forward_saved_table", "backward_saved_table", *walks):
         assert getattr(mine, field).data_ptr() in passed, field
         assert getattr(others, field).data_ptr() not in passed, field
     assert gdn_ops.stats().packed_gradients == 1

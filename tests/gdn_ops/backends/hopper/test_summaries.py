@@ -18,7 +18,7 @@ from gdn_ops import ops
 from gdn_ops.backends import hopper, launching
 from gdn_ops.backends.triton import rows
 from gdn_ops.backends.triton import walk as kernel
-from gdn_ops.context_parallel import conv, partition, segments
+from gdn_ops.context_parallel import conv, emulation, partition, segments
 from gdn_ops.context_parallel.emulation import RankInputs, emulate
 from gdn_ops.context_parallel.halo import make_halo
 from gdn_ops.shapes import Options
@@ -48,12 +48,28 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("save, pieces", [("solve", 3), ("inputs", 3), ("solve", 1)])
-def test_ranks_whose_fragments_are_cut(save: str, pieces: int) -> None:
-    """A first, an inner and a last fragment, the norm in the op, states at both ends: as the float64 recurrence."""
+def test_ranks_whose_fragments_are_cut(save: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first, an inner and a last fragment, the norm in the op, states at both ends: as the float64 recurrence.
+
+    The matrices of chunks that a summary and the forward share have the bits of those that each computes.
+    """
     bounds, heads = [0, 40, 1000], {"HK": 1, "HV": 1}
     inputs, do, dfinal = oracle.make(device="cpu", bounds=bounds, norm=True, initial=True, **heads)
     want = oracle.run(inputs, Options(128**-0.5, use_qk_l2norm=True), do, dfinal, bounds)
     part = partition(bounds, 3)
+    got = step_of_all(part, inputs, do, dfinal, save, pieces)
+    expected = {"o": want.o, "final_state": want.final_state} | want.grads
+    errors = {name: oracle.relative_error(x, expected[name]) for name, x in got.items()}
+    assert all(error <= BOUND for error in errors.values()), errors
+    monkeypatch.setattr(emulation, "is_plain", lambda tensors: False)
+    each = step_of_all(part, inputs, do, dfinal, save, pieces, is_shared=False)
+    assert [name for name, x in got.items() if not torch.equal(x, each[name])] == []
+
+
+def step_of_all(
+    part: Any, inputs: Any, do: torch.Tensor, dfinal: torch.Tensor, save: str, pieces: int, is_shared: bool = True
+) -> dict[str, torch.Tensor]:
+    """Results and gradients of three ranks in one process; what is launched is checked."""
     leaves = [x.detach().requires_grad_() for x in inputs[:6]]
     shards = [[part.shard(x, rank, dim=1) for x in leaves[:5]] for rank in range(3)]
     launched.clear()
@@ -61,6 +77,7 @@ def test_ranks_whose_fragments_are_cut(save: str, pieces: int) -> None:
         part, [RankInputs(*shard, leaves[5]) for shard in shards], output_final_state=True,
         use_qk_l2norm_in_kernel=True, save=save, pieces=pieces,
     )  # fmt: skip
+    assert launched.count("_solve_kernel") == (3 if is_shared else 6)
     o, final = part.unshard([x for x, _ in found], dim=1), sum(last for _, last in found)
     launched.clear()
     torch.autograd.backward([o, final], [do, dfinal])
@@ -68,14 +85,10 @@ def test_ranks_whose_fragments_are_cut(save: str, pieces: int) -> None:
     assert launched.count("_solve_kernel") == (0 if save == "solve" else 6)
     assert launched.count("_reverse_kernel") == 6
     assert launched.count("_gradients_kernel") == 3
-    got = {
-        "o": o,
-        "final_state": final,
-        **dict(zip(("q", "k", "v", "g", "beta", "initial_state"), leaves, strict=True)),
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    return {"o": o.detach(), "final_state": final.detach()} | {
+        name: x.grad for name, x in zip(names, leaves, strict=True)
     }
-    expected = {"o": want.o, "final_state": want.final_state} | want.grads
-    errors = {n: oracle.relative_error(x if n in ("o", "final_state") else x.grad, expected[n]) for n, x in got.items()}
-    assert all(error <= BOUND for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("transposed", [True, False])
