@@ -33,8 +33,6 @@ class Links(NamedTuple):
     num_forward: int
     num_backward: int
     num_transitions: int
-    num_prefixes: int
-    num_suffixes: int
     depth: int
 
 
@@ -62,9 +60,6 @@ def link(part: Partition) -> Links:
         num_forward,
         num_backward,
         num_transitions,
-        # A fragment that receives a state is one that tells a gradient, and the other way round.
-        num_prefixes=num_backward,
-        num_suffixes=num_forward,
         depth=max((len(chain) - 1 for chain in chains), default=0),
     )
 
@@ -88,8 +83,9 @@ class Plan(NamedTuple):
     backward_ends, backward_table [QB,8] and backward_saved_table.
 
     Then walks S <- M S + H, int32 [paths,steps,3], at each step the row of H, that of M, and the row that the state is
-    written to: fold (the pieces of a fragment: what it tells), prefixes (the fragments before one: what it starts
-    from), spread (from a fragment's first piece, row spread_starts [G], to the others); backwards the mirrors.
+    written to: fold (the pieces of a fragment: what it tells) and ways (one a fragment: over the fragments before it,
+    in the first num_between steps, to its first piece, and from there to its others), from the states of the documents
+    way_starts [W]; backwards the mirrors.
     """
 
     cu_seqlens: Tensor
@@ -105,17 +101,15 @@ class Plan(NamedTuple):
     transition_fold: Tensor
     piece_transitions: Tensor
     fold: Tensor
-    prefixes: Tensor
-    spread_starts: Tensor
-    spread: Tensor
+    way_starts: Tensor
+    ways: Tensor
     backward_segments: Tensor
     backward_ends: Tensor
     backward_table: Tensor
     backward_saved_table: Tensor
     backward_fold: Tensor
-    suffixes: Tensor
-    backward_spread_starts: Tensor
-    backward_spread: Tensor
+    backward_way_ends: Tensor
+    backward_ways: Tensor
 
     @property
     def num_forward(self) -> int:
@@ -131,6 +125,11 @@ class Plan(NamedTuple):
     def num_transitions(self) -> int:
         """M: fragments that tell M, at most."""
         return self.transition_fold.shape[0]
+
+    @property
+    def num_between(self) -> int:
+        """Steps of a way that lead over other fragments, at most."""
+        return self.ways.shape[1] - (self.fold.shape[1] - 1)
 
     @property
     def is_cut(self) -> bool:
@@ -235,14 +234,14 @@ def _table(runs: list[_Run], count: int) -> list[int]:
 
 class _Sizes(NamedTuple):
     """Equal on every rank: pieces, those summarised each way (forward: of these without M), those of fragments that
-    tell M, fragments that are cut, pieces of one fragment."""
+    tell M, ways (fragments, and pieces that there are not), pieces of one fragment."""
 
     pieces: int
     forward: int
     additions: int
     backward: int
     telling: int
-    cut: int
+    ways: int
     longest: int
 
 
@@ -251,14 +250,15 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
     links = link(part)
     everyone = [_Pieces(part, r, roles, pieces) for r, roles in enumerate(_roles(part))]
     own = everyone[rank]
+    # One at least, so that a rank without tokens runs the same ops.
+    num_pieces = max(1, *(p.count for p in everyone))
     sizes = _Sizes(
-        # One at least, so that a rank without tokens runs the same ops.
-        pieces=max(1, *(p.count for p in everyone)),
+        pieces=num_pieces,
         forward=max(len(p.forward) for p in everyone),
         additions=max(len(p.forward) - len(p.moves) for p in everyone),
         backward=max(len(p.backward) for p in everyone),
         telling=max(len(p.telling) for p in everyone),
-        cut=max(len(p.cut) for p in everyone),
+        ways=max(len(p.number) + num_pieces - p.count for p in everyone),
         longest=max(p.longest for p in everyone),
     )
     bounds = [0, *(end for _, end in own.flat)]
@@ -330,9 +330,8 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
             (2 * sizes.forward if sizes.longest > 1 else 0,),
         ),
         "fold": (walks.fold(), (links.num_forward, sizes.longest, 3)),
-        "prefixes": (walks.prefixes(), (links.num_prefixes, D, 3)),
-        "spread_starts": (walks.spread_starts(), (sizes.cut,)),
-        "spread": (walks.spread(), (sizes.cut, sizes.longest - 1, 3)),
+        "way_starts": (walks.ends_of_ways(own.starts, 0), (sizes.ways,)),
+        "ways": (walks.ways(), (sizes.ways, D + sizes.longest - 1, 3)),
         "backward_segments": (backward_pairs, (2 * sizes.backward,)),
         "backward_ends": (
             [*(own.ends[p] for p in own.backward), *[-1] * (sizes.backward - len(own.backward))],
@@ -341,15 +340,18 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1)
         "backward_table": (_table(backward, sizes.backward), (sizes.backward, 8)),
         "backward_saved_table": (_table(backward_saved, sizes.backward), (sizes.backward, 8)),
         "backward_fold": (walks.backward_fold(), (links.num_backward, sizes.longest, 3)),
-        "suffixes": (walks.suffixes(), (links.num_suffixes, D, 3)),
-        "backward_spread_starts": (walks.backward_spread_starts(), (sizes.cut,)),
-        "backward_spread": (walks.backward_spread(), (sizes.cut, sizes.longest - 1, 3)),
+        "backward_way_ends": (walks.ends_of_ways(own.ends, -1), (sizes.ways,)),
+        "backward_ways": (walks.backward_ways(), (sizes.ways, D + sizes.longest - 1, 3)),
     }
     flat = torch.tensor([x for numbers, _ in fields.values() for x in numbers], dtype=torch.int32)
     moved = flat.to(device, non_blocking=True)
     parts = moved.split([len(numbers) for numbers, _ in fields.values()])
     # Graph inputs that are views of one buffer would make the compiler reason about aliases.
     return Plan(**{name: x.view(shape).clone() for (name, (_, shape)), x in zip(fields.items(), parts, strict=True)})
+
+
+_Path = list[tuple[int, int, int]]
+_NO_STEP = (-1, -1, -1)
 
 
 class _Walks(NamedTuple):
@@ -368,7 +370,7 @@ class _Walks(NamedTuple):
 
     def _folds(self, tells: dict[Place, int], count: int, slots: dict[int, int], *, backwards: bool) -> list[int]:
         """A path a fragment that tells; the state at its end is what it tells, zero for an unused slot."""
-        paths = [[(-1, -1, -1)] * self.sizes.longest for _ in range(count)]
+        paths = [[_NO_STEP] * self.sizes.longest for _ in range(count)]
         for place, slot in tells.items():
             if place.rank == self.rank:
                 numbers = self.own.number[place.fragment]
@@ -384,61 +386,44 @@ class _Walks(NamedTuple):
     def backward_fold(self) -> list[int]:
         return self._folds(self.links.backward, self.links.num_backward, self.backward_slots, backwards=True)
 
-    def _between_ranks(
-        self, slots: dict[Place, int], count: int, tells: dict[Place, int], num_told: int, *, backwards: bool
-    ) -> list[int]:
-        """A path a receiving fragment: the gathered words of those before it (after it), the nearest last."""
-        paths = [[(-1, -1, -1)] * max(self.links.depth, 1) for _ in range(count)]
+    def _over_others(self, paths: list[_Path], tells: dict[Place, int], num_told: int, *, backwards: bool) -> None:
+        """The gathered words of the fragments before each fragment (after it), the nearest last."""
         for chain in self.part.chains:
             way = chain[::-1] if backwards else chain
             for i, place in enumerate(way):
-                if i == 0 or place.rank != self.rank:
+                if place.rank != self.rank:
                     continue
-                path = paths[slots[place]]
                 for j, other in enumerate(way[:i]):
                     # Where no document crosses ranks, each rank hears itself only.
                     block = other.rank if self.part.crosses_ranks else 0
                     move = block * self.links.num_transitions + self.links.transitions[other] if j else -1
-                    path[j] = (block * num_told + tells[other], move, -1)
-                path[-1] = (*path[-1][:2], self.own.number[place.fragment][-1 if backwards else 0])
-        return _flat(paths)
+                    paths[place.fragment][j] = (block * num_told + tells[other], move, -1)
 
-    def prefixes(self) -> list[int]:
-        links = self.links
-        return self._between_ranks(
-            links.backward, links.num_prefixes, links.forward, links.num_forward, backwards=False
-        )
-
-    def suffixes(self) -> list[int]:
-        links = self.links
-        return self._between_ranks(
-            links.forward, links.num_suffixes, links.backward, links.num_backward, backwards=True
-        )
-
-    def _starts(self, end: int) -> list[int]:
-        own = self.own
-        return [*(own.number[f][end] for f in own.cut), *[-1] * (self.sizes.cut - len(own.cut))]
-
-    def spread_starts(self) -> list[int]:
-        return self._starts(0)
-
-    def backward_spread_starts(self) -> list[int]:
-        return self._starts(-1)
-
-    def _spread(self, slots: dict[int, int], *, backwards: bool) -> list[int]:
-        paths = [[(-1, -1, -1)] * (self.sizes.longest - 1) for _ in range(self.sizes.cut)]
-        for path, fragment in zip(paths, self.own.cut, strict=False):
-            numbers = self.own.number[fragment][:: -1 if backwards else 1]
+    def _ways(self, tells: dict[Place, int], num_told: int, slots: dict[int, int], *, backwards: bool) -> list[int]:
+        """Rows of pieces that there are not are written by the ways after those of the fragments."""
+        depth, own = max(self.links.depth, 1), self.own
+        paths = [[_NO_STEP] * (depth + self.sizes.longest - 1) for _ in range(self.sizes.ways)]
+        self._over_others(paths, tells, num_told, backwards=backwards)
+        for path, unwritten in zip(paths[len(own.number) :], range(own.count, self.sizes.pieces), strict=False):
+            path[depth - 1] = (-1, -1, unwritten)
+        for path, pieces in zip(paths, own.number, strict=False):
+            numbers = pieces[::-1] if backwards else pieces
+            path[depth - 1] = (*path[depth - 1][:2], numbers[0])
             for step, (piece, following) in enumerate(itertools.pairwise(numbers)):
-                path[step] = (slots[piece], self._move(piece), following)
+                path[depth + step] = (slots[piece], self._move(piece), following)
         return _flat(paths)
 
-    def spread(self) -> list[int]:
-        return self._spread(self.forward_slots, backwards=False)
+    def ends_of_ways(self, documents: list[int], end: int) -> list[int]:
+        """The documents that the first (last: -1) pieces of fragments begin (end)."""
+        found = [documents[pieces[end]] for pieces in self.own.number]
+        return [*found, *[-1] * (self.sizes.ways - len(found))]
 
-    def backward_spread(self) -> list[int]:
-        return self._spread(self.backward_slots, backwards=True)
+    def ways(self) -> list[int]:
+        return self._ways(self.links.forward, self.links.num_forward, self.forward_slots, backwards=False)
+
+    def backward_ways(self) -> list[int]:
+        return self._ways(self.links.backward, self.links.num_backward, self.backward_slots, backwards=True)
 
 
-def _flat(paths: list[list[tuple[int, int, int]]]) -> list[int]:
+def _flat(paths: list[_Path]) -> list[int]:
     return [x for path in paths for step in path for x in step]

@@ -137,48 +137,52 @@ def _blocks(flat: Tensor, num_blocks: int, start: int, shape: tuple[int, int, in
     return flat.view(num_blocks, -1)[:, start : start + count].unflatten(1, shape)
 
 
-def walk(
-    out: Tensor, starts: Tensor | None, sources: Tensor, moves: Tensor, steps: Tensor,
-    *, sources_transposed: bool, moves_transposed: bool,
-) -> None:  # fmt: skip
+class Stage(NamedTuple):
+    """What steps of paths read: sources [blocks,rows,HV,K,V] or transposed, and moves [blocks,rows,HV,K,K]."""
+
+    sources: Tensor
+    moves: Tensor
+    num_steps: int
+    sources_transposed: bool
+    moves_transposed: bool
+
+    def of(self, source: Tensor, move: Tensor) -> tuple[Tensor, Tensor]:
+        """H and M of these rows, in float64: torch may be allowed to compute float32 products in TF32."""
+        own, moves = rows(self.sources.flatten(0, 1), source), rows(self.moves.flatten(0, 1), move)
+        own = own.mT if self.sources_transposed else own
+        return own.double(), (moves.mT if self.moves_transposed else moves).double()
+
+
+def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tensor, *stages: Stage) -> None:
     """Write the states along paths S <- M S + H to rows of `out` [rows,HV,K,V].
 
-    starts [paths] or None: the row of `out` that a path starts from (none: from zero). sources [blocks,rows,HV,K,V] or
-    transposed, moves [blocks,rows,HV,K,K]. steps int32 [paths,steps,3]: the row of H (-1: the step does not exist), of
-    M (-1: S becomes H), and of `out` (-1: not written).
+    starts [paths]: the row of states [N,HV,K,V] that a path starts from (-1, or no states: from zero). steps int32
+    [paths,steps,3], those of one stage after the other: the row of H (-1: the step does not exist), of M (-1: S becomes
+    H), and of `out` (-1: not written).
     """
     if steps.numel() == 0:
         return
     kernel = _states_kernels(out)
     if kernel is not None:
-        kernel.walk(
-            out, starts, sources, moves, steps,
-            sources_transposed=sources_transposed, moves_transposed=moves_transposed,
-        )  # fmt: skip
+        kernel.walk(out, None if states is None else states.contiguous(), starts, steps, stages)
         return
-    sources = sources.flatten(0, 1)
-    moves = moves.flatten(0, 1)
-    if sources_transposed:
-        sources = sources.transpose(-1, -2)
-    if moves_transposed:
-        moves = moves.transpose(-1, -2)
-    # float64: torch may be allowed to compute float32 products in TF32.
-    state = None if starts is None else rows(out, starts).double()
+    if states is None or starts is None:
+        state = out.new_zeros((steps.shape[0], *out.shape[1:])).double()
+    else:
+        state = rows(states, starts).double()
     # One row more takes what is not to be written.
     found = torch.cat([out, out.new_empty((1, *out.shape[1:]))])
-    for source, move, output in steps.long().permute(1, 2, 0):
-        own = rows(sources, source).double()
-        if state is None:
-            state = own
-        else:
-            moved = torch.matmul(rows(moves, move).double(), state)
-            moved = torch.where((move >= 0).view(-1, 1, 1, 1), moved, 0)
-            state = torch.where((source >= 0).view(-1, 1, 1, 1), moved + own, state)
+    each = [stage for stage in stages for _ in range(stage.num_steps)]
+    for stage, (source, move, output) in zip(each, steps.long().permute(1, 2, 0), strict=True):
+        own, moves = stage.of(source, move)
+        # No M is no product: 0 times what is not finite would be.
+        moved = torch.where((move >= 0).view(-1, 1, 1, 1), torch.matmul(moves, state), 0)
+        state = torch.where((source >= 0).view(-1, 1, 1, 1), moved + own, state)
         found.index_copy_(0, torch.where(output >= 0, output, out.shape[0]), state.to(out.dtype))
     out.copy_(found[:-1])
 
 
-# ---- forward
+# ---- forward# ---- forward
 
 
 def _final_states(inputs: Inputs, options: Options) -> Tensor:
@@ -251,8 +255,8 @@ def _own_summary(
         if kept:
             moves.copy_(_transitions(inputs, piece_transitions, options).transpose(-1, -2))
     walk(
-        told[: num_told * HV * K * V].view(-1, HV, K, V), None, states[None], moves[None], fold,
-        sources_transposed=True, moves_transposed=True,
+        told[: num_told * HV * K * V].view(-1, HV, K, V), None, None, fold,
+        Stage(states[None], moves[None], fold.shape[1], sources_transposed=True, moves_transposed=True),
     )  # fmt: skip
     return told, additions, moves
 
@@ -351,8 +355,8 @@ def _own_gradients(
         end = None if dfinal_state is None else _between(rows(dfinal_state, ends))
         dstates.copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
     walk(
-        told.view(-1, HV, K, V), None, dstates[None], moves[None], fold,
-        sources_transposed=True, moves_transposed=False,
+        told.view(-1, HV, K, V), None, None, fold,
+        Stage(dstates[None], moves[None], fold.shape[1], sources_transposed=True, moves_transposed=False),
     )  # fmt: skip
     return told, additions
 
@@ -417,27 +421,25 @@ def _segment_summary_bwd_fake(
 
 @torch.no_grad()
 def _combined(
-    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor, documents: Tensor,
-    between: Tensor, starts: Tensor, spread: Tensor, *, num_ranks: int, sizes: tuple[int, int, int], num_told: int,
-    num_transitions: int, is_cut: bool, transposed: bool,
+    told: Tensor, transitions: Tensor, states: Tensor | None, additions: Tensor, moves: Tensor, starts: Tensor,
+    ways: Tensor, *, num_ranks: int, sizes: tuple[int, int, int], num_pieces: int, num_between: int, num_told: int,
+    num_transitions: int, transposed: bool,
 ) -> tuple[Tensor]:  # fmt: skip
-    """`segment_combine`; of the plan the walks `between` fragments and from the first piece of one to the others."""
+    """`segment_combine`; of the plan the ways to every piece, over the fragments before its own and then within it."""
     HV, K, V = sizes
-    out = _placed(states, documents, sizes, told)
+    out = told.new_empty((num_pieces, *sizes))
     if num_transitions:
         start = (transitions.shape[0] // num_ranks) - num_transitions * HV * K * K
         exact = _blocks(transitions, num_ranks, start, (num_transitions, HV, K, K))
     else:
         exact = told.new_empty((1, 0, HV, K, K))
+    heard = _blocks(told, num_ranks, 0, (num_told, HV, K, V))
+    within = ways.shape[1] - num_between
     walk(
-        out, None, _blocks(told, num_ranks, 0, (num_told, HV, K, V)), exact, between,
-        sources_transposed=False, moves_transposed=transposed,
+        out, states, starts, ways,
+        Stage(heard, exact, num_between, sources_transposed=False, moves_transposed=transposed),
+        Stage(additions[None], moves[None], within, sources_transposed=True, moves_transposed=not transposed),
     )  # fmt: skip
-    if is_cut:
-        walk(
-            out, starts, additions[None], moves[None], spread,
-            sources_transposed=True, moves_transposed=not transposed,
-        )  # fmt: skip
     return (out,)
 
 
@@ -447,14 +449,12 @@ def _segment_combine(
     plan: Sequence[Tensor], *, num_ranks: int, num_heads: int, key_dim: int, value_dim: int, transposed: bool,
 ) -> Tensor:  # fmt: skip
     p = Plan(*plan)
-    if transposed:
-        walks = (p.ends, p.suffixes, p.backward_spread_starts, p.backward_spread)
-    else:
-        walks = (p.starts, p.prefixes, p.spread_starts, p.spread)
+    ways = (p.backward_way_ends, p.backward_ways) if transposed else (p.way_starts, p.ways)
     return combined(
-        told, transitions, states, additions, moves, *walks, num_ranks=num_ranks,
-        sizes=(num_heads, key_dim, value_dim), num_told=p.num_backward if transposed else p.num_forward,
-        num_transitions=p.num_transitions, is_cut=p.is_cut, transposed=transposed,
+        told, transitions, states, additions, moves, *ways, num_ranks=num_ranks,
+        sizes=(num_heads, key_dim, value_dim), num_pieces=p.starts.shape[0], num_between=p.num_between,
+        num_told=p.num_backward if transposed else p.num_forward, num_transitions=p.num_transitions,
+        transposed=transposed,
     )[0]  # fmt: skip
 
 
@@ -495,7 +495,7 @@ _IMPLEMENTATIONS = {
     "segment_combine": _Op(
         _segment_combine,
         _combined,
-        "told transitions states additions moves documents between starts spread",
+        "told transitions states additions moves starts ways",
         _launches_only,
         _segment_combine_fake,
     ),

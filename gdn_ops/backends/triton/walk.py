@@ -1,7 +1,8 @@
 """Walks S <- M S + H along paths of matrices: from summaries of segments to the states between them.
 
 A path is a list of steps, each with the row of H, the row of M (none: S becomes H) and the row that the state is
-written to. One launch takes every path, head and block of value columns, which do not depend on each other. The torch
+written to. Its steps may come in two stages, with matrices of their own: first those of other ranks, then this one's.
+One launch takes every path, head and block of value columns, which do not depend on each other. The torch
 form, right on every device, is `gdn_ops.context_parallel.segments.walk`.
 
 On chip: the state, transposed, and a quarter of the rows of one M at a time, so that registers leave room for several
@@ -9,12 +10,14 @@ programs a multiprocessor, whose loads then hide behind each other's products. T
 the one before. Products are of TF32 in three parts, about as exact as float32.
 Grid: (paths * HV, V / BV).
 
-Another kernel, `place`, picks rows of a tensor by their numbers, with zeros for those that are none: what paths start
-from, and the states of documents. Torch's operations for that are five launches, and none can be in a recorded call.
+Another kernel, `place`, picks rows of a tensor by their numbers, with zeros for those that are none: the states of
+documents from those of pieces. Torch's operations for that are five launches, and none can be in a recorded call.
 Grid: (rows, elements of a row / BLOCK).
 """
 
 import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,17 +48,15 @@ def _quarters(x_VK, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _walk_kernel(
-    out_ptr, starts_ptr, sources_ptr, moves_ptr, steps_ptr, num_steps,
-    source_rows, source_block, source_stride, move_rows, move_block, move_stride,
+def _stage(
+    state_VK, out_ptr, sources_ptr, moves_ptr, step_ptr, num_steps,
+    source_rows, source_block, source_stride, move_rows, move_block, move_stride, h, offs_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HAS_STARTS: tl.constexpr, SOURCES_TRANSPOSED: tl.constexpr, MOVES_TRANSPOSED: tl.constexpr,
+    SOURCES_TRANSPOSED: tl.constexpr, MOVES_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
+    """The state after a path's steps of one stage."""
     IN_QUARTERS: tl.constexpr = K >= 64
     Q: tl.constexpr = K // 4 if IN_QUARTERS else K
-    path = tl.program_id(0) // HV
-    h = tl.program_id(0) % HV
-    offs_v = tl.program_id(1) * BV + tl.arange(0, BV)
     offs_k = tl.arange(0, K)
     offs_q = tl.arange(0, Q)
     natural_VK = offs_k[None, :] * V + offs_v[:, None]
@@ -70,14 +71,8 @@ def _walk_kernel(
     else:
         move_QK = offs_k[None, :] * K + offs_q[:, None]
         quarter: tl.constexpr = Q
-    state_VK = tl.zeros([BV, K], tl.float32)
-    if HAS_STARTS:
-        start = tl.load(starts_ptr + path).to(tl.int64)
-        at = out_ptr + (start * HV + h) * (K * V)
-        state_VK = tl.load(at + natural_VK, mask=(natural_VK >= 0) & (start >= 0), other=0.0)
-    step_ptr = steps_ptr + path * num_steps * 3
-    source = tl.load(step_ptr).to(tl.int64)
-    move = tl.load(step_ptr + 1).to(tl.int64)
+    source = tl.load(step_ptr, mask=num_steps > 0, other=-1).to(tl.int64)
+    move = tl.load(step_ptr + 1, mask=num_steps > 0, other=-1).to(tl.int64)
     for step in range(num_steps):
         output = tl.load(step_ptr + 2).to(tl.int64)
         follows = step + 1 < num_steps
@@ -105,6 +100,40 @@ def _walk_kernel(
         source = next_source
         move = next_move
         step_ptr += 3
+    return state_VK
+
+
+@triton.jit
+def _walk_kernel(
+    out_ptr, states_ptr, starts_ptr, steps_ptr, num_steps,
+    sources_ptr, moves_ptr, num_first, source_rows, source_block, source_stride, move_rows, move_block, move_stride,
+    later_sources_ptr, later_moves_ptr, later_source_rows, later_source_block, later_source_stride, later_move_rows,
+    later_move_block, later_move_stride,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_STARTS: tl.constexpr,
+    SOURCES_TRANSPOSED: tl.constexpr, MOVES_TRANSPOSED: tl.constexpr, HAS_LATER: tl.constexpr,
+    LATER_SOURCES_TRANSPOSED: tl.constexpr, LATER_MOVES_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    path = tl.program_id(0) // HV
+    h = tl.program_id(0) % HV
+    offs_v = tl.program_id(1) * BV + tl.arange(0, BV)
+    state_VK = tl.zeros([BV, K], tl.float32)
+    if HAS_STARTS:
+        start = tl.load(starts_ptr + path).to(tl.int64)
+        natural_VK = tl.arange(0, K)[None, :] * V + offs_v[:, None]
+        at = states_ptr + (start * HV + h) * (K * V)
+        state_VK = tl.load(at + natural_VK, mask=(natural_VK >= 0) & (start >= 0), other=0.0)
+    step_ptr = steps_ptr + path * num_steps * 3
+    state_VK = _stage(
+        state_VK, out_ptr, sources_ptr, moves_ptr, step_ptr, num_first,
+        source_rows, source_block, source_stride, move_rows, move_block, move_stride, h, offs_v,
+        HV, K, V, BV, SOURCES_TRANSPOSED, MOVES_TRANSPOSED,
+    )  # fmt: skip
+    if HAS_LATER:
+        _stage(
+            state_VK, out_ptr, later_sources_ptr, later_moves_ptr, step_ptr + num_first * 3, num_steps - num_first,
+            later_source_rows, later_source_block, later_source_stride, later_move_rows, later_move_block,
+            later_move_stride, h, offs_v, HV, K, V, BV, LATER_SOURCES_TRANSPOSED, LATER_MOVES_TRANSPOSED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -139,30 +168,50 @@ def place(out: Tensor, x: Tensor | None, index: Tensor) -> None:
         launching.launch(_place_kernel, grid, (out, x if has_rows else None, index, row_size), options)
 
 
-def walk(
-    out: Tensor, starts: Tensor | None, sources: Tensor, moves: Tensor, steps: Tensor,
-    *, sources_transposed: bool, moves_transposed: bool,
-) -> None:  # fmt: skip
-    """Write the states along every path to rows of `out` [rows,HV,K,V], dense.
+class Stage(NamedTuple):
+    """What steps of paths read: sources [blocks,rows,HV,K,V], or [blocks,rows,HV,V,K] if transposed, and moves
+    [blocks,rows,HV,K,K]. A row's number counts over blocks, which may be any distance apart."""
 
-    starts [paths] or None: the row of `out` that a path starts from (none: from zero). sources [blocks,rows,HV,K,V], or
-    [blocks,rows,HV,V,K] if transposed, moves [blocks,rows,HV,K,K]: a row's number counts over blocks, which may be any
-    distance apart. steps int32 [paths,steps,3].
+    sources: Tensor
+    moves: Tensor
+    num_steps: int
+    sources_transposed: bool
+    moves_transposed: bool
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """As the kernel takes them: of each the rows of a block, and elements from block to block, from row to row."""
+        return tuple(
+            number
+            for x in (self.sources, self.moves)
+            for number in (max(x.shape[1], 1), x.stride(0), x.stride(1))
+        )  # fmt: skip
+
+
+def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tensor, stages: Sequence[Any]) -> None:
+    """Write the states along every path to rows of `out` [rows,HV,K,V]; rows that no step names stay as they are.
+
+    starts int32 [paths]: the row of states [N,HV,K,V] that a path starts from (-1, or neither given: from zero).
+    steps int32 [paths,steps,3]; stages: one or two, as `Stage`, whose steps follow each other. All dense but sources
+    and moves.
     """
     num_paths, num_steps = steps.shape[:2]
     HV, K, V = out.shape[1:]
     if not num_paths or not num_steps:
         return
     block = min(_VALUE_COLUMNS, V)
+    first, *later = (Stage(*stage) for stage in stages)
+    other = later[0] if later else first
+    has_starts = states is not None and starts is not None and states.shape[0] > 0
     args = (
-        out, starts, sources, moves, steps, num_steps,
-        max(sources.shape[1], 1), sources.stride(0), sources.stride(1),
-        max(moves.shape[1], 1), moves.stride(0), moves.stride(1),
+        out, states if has_starts else None, starts if has_starts else None, steps, num_steps,
+        first.sources, first.moves, first.num_steps, *first.strides, other.sources, other.moves, *other.strides,
     )  # fmt: skip
     options = {
-        "HV": HV, "K": K, "V": V, "BV": block, "HAS_STARTS": starts is not None,
-        "SOURCES_TRANSPOSED": sources_transposed, "MOVES_TRANSPOSED": moves_transposed, "num_warps": _NUM_WARPS,
-        "maxnreg": _MOST_REGISTERS,
+        "HV": HV, "K": K, "V": V, "BV": block, "HAS_STARTS": has_starts,
+        "SOURCES_TRANSPOSED": first.sources_transposed, "MOVES_TRANSPOSED": first.moves_transposed,
+        "HAS_LATER": bool(later) and other.num_steps > 0, "LATER_SOURCES_TRANSPOSED": other.sources_transposed,
+        "LATER_MOVES_TRANSPOSED": other.moves_transposed, "num_warps": _NUM_WARPS, "maxnreg": _MOST_REGISTERS,
     }  # fmt: skip
     with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
         launching.launch(_walk_kernel, (num_paths * HV, V // block, 1), args, options)

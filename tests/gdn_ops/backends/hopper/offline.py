@@ -119,10 +119,8 @@ def compile_case(
             states, table = empty(4, HV, D, D), empty(5, 8, dtype=torch.int32)
             summaries.segments_fwd(states, states, table, inputs, out.saved, options)
             summaries.segments_bwd(states, do, None, table[1:], inputs, out.saved, options)
-            walk.walk(
-                states, table[:, 0], states[None], states[None], empty(5, 2, 3, dtype=torch.int32),
-                sources_transposed=True, moves_transposed=False,
-            )  # fmt: skip
+            stages = [walk.Stage(states[None], states[None], 1, is_first, not is_first) for is_first in (True, False)]
+            walk.walk(states, states, table[:, 0], empty(5, 2, 3, dtype=torch.int32), stages)
     finally:
         JITFunction.run = run
         hopper.gradients.__globals__["multiprocessors"] = multiprocessors

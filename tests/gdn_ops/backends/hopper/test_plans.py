@@ -247,7 +247,7 @@ def test_the_plans_of_summaries_launch_what_their_host_code_launches(
         "_prepare": 3,  # chunks, gates, matrices
         "segment_summary_fwd": 4,  # chunks, gates, recurrence, walk
         "_forward": 3 + 1,  # chunks, gates, recurrence, zeros after the last document
-        "segment_combine": 2 if pieces == 1 else 3,  # rows that are given, a walk between fragments, one inside of them
+        "segment_combine": 1,  # a walk
         "segment_summary_bwd": 4,  # chunks, gates, recurrence, walk
     }
 
@@ -308,7 +308,7 @@ def test_a_second_step_repeats_the_launches_of_the_first_with_another_batch_s_ta
     assert len(host_code) == 4
     passed = {x for _, _, args in taken for x in args if isinstance(x, int)}
     mine, others = contexts[2].plan, contexts[1].plan
-    walks = ("fold", "prefixes", "spread", "suffixes")
+    walks = ("fold", "ways", "backward_fold", "backward_ways")
     for field in ("cu_seqlens", "forward_saved_table", "backward_saved_table", *walks):
         assert getattr(mine, field).data_ptr() in passed, field
         assert getattr(others, field).data_ptr() not in passed, field

@@ -94,7 +94,7 @@ def step_of_all(
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("K, V", [(32, 16), (64, 32)])
 def test_walk_kernel_is_the_torch_form(transposed: bool, K: int, V: int) -> None:
-    """With M at once and in quarters, and with one and two blocks of value columns."""
+    """With M at once and in quarters, with one and two blocks of value columns, in one stage and in two."""
     gen = torch.Generator().manual_seed(0)
     HV = 2
     # Rows lie in two blocks with something else between them; a step that does not exist stands anywhere.
@@ -108,15 +108,22 @@ def test_walk_kernel_is_the_torch_form(transposed: bool, K: int, V: int) -> None
         ],
         dtype=torch.int32,
     )
-    starts = torch.tensor([4, 7, -1], dtype=torch.int32)
-    out = torch.randn(8, HV, K, V, generator=gen)
-    for first in (starts, None):
+    starts = torch.tensor([2, 0, -1], dtype=torch.int32)
+    states, out = torch.randn(3, HV, K, V, generator=gen), torch.randn(8, HV, K, V, generator=gen)
+    others = torch.randn(1, 6, HV, *((K, V) if transposed else (V, K)), generator=gen)
+    stages = [segments.Stage(sources, moves, 4, transposed, not transposed)]
+    stages.append(segments.Stage(others, moves.mT.contiguous(), 0, not transposed, transposed))
+    for first, count in ((states, 4), (None, 4), (states[:0], 4), (states, 3), (None, 1)):
+        given = [stage._replace(num_steps=n) for stage, n in zip(stages, (count, 4 - count), strict=True)]
         found, expected = out.clone(), out.clone()
-        how = {"sources_transposed": transposed, "moves_transposed": not transposed}
-        kernel.walk(found, first, sources, moves, steps, **how)
-        segments.walk(expected, first, sources, moves, steps, **how)
+        kernel.walk(found, first, starts, steps, given)
+        segments.walk(expected, first, starts, steps, *given)
         assert (found - expected).abs().max() < 1e-5
         assert torch.equal(found[6], torch.zeros(HV, K, V)) and torch.equal(found[7], out[7])
+    found, expected = out.clone(), out.clone()
+    kernel.walk(found, None, None, steps, stages[:1])
+    segments.walk(expected, None, None, steps, stages[0])
+    assert (found - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
