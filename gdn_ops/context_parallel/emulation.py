@@ -109,8 +109,12 @@ def _calls(
     calls = []
     for i, plan in enumerate(plans):
         rank = RankInputs(*tensors[width * i : width * (i + 1)])
-        q, row = (rank.q, None) if heads is None else (None, rank.q)
-        calls.append(Call(q, rank.k, rank.v, row, *rank[3:], plan, ranks, options, heads, plain))
+        rest = (rank.g, rank.beta, rank.initial_state, rank.A_log, rank.dt_bias, plan, ranks, options, heads, plain)
+        if heads is None:
+            calls.append(Call(rank.q, rank.k, rank.v, None, *rest))
+        else:
+            q, k, v = path.row_views(rank.q, heads) if plain else (None, None, None)
+            calls.append(Call(q, k, v, rank.q, *rest))
     return calls
 
 

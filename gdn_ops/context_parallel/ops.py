@@ -60,8 +60,9 @@ def _call(
     heads = None
     q, k, v, row = *tensors[:3], None
     if num_operands == 1:
-        q, k, v, row = None, None, None, tensors[0]
+        row = tensors[0]
         heads = (kwargs["num_qk_heads"], kwargs["num_v_heads"], kwargs["head_dim"])
+        q, k, v = path.row_views(row, heads) if plain and row is not None else (None, None, None)
     g, beta, initial_state, A_log, dt_bias = tensors[num_operands:]
     assert g is not None
     assert beta is not None

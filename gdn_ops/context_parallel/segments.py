@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gdn_ops import counters
 from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.context_parallel.sharing import as_matrices
 from gdn_ops.ops import _load, _on_cpu, backend_for, kernels, lib
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
 from gdn_ops.repeats import pinned, remembered
@@ -246,7 +247,7 @@ def _own_summary(
         saved = Saved(*(none,) * len(Saved._fields))
         if norms is not None and gates is not None and solve is not None:
             inputs, table = inputs._replace(cu_seqlens=cu_seqlens), saved_table
-            saved = saved._replace(norms=norms, gates=gates, solve=solve)
+            saved = saved._replace(**as_matrices(norms, gates, solve))
         summaries.segments_fwd(states, moves, table, inputs, saved, options)
     else:
         start = None if initial_state is None else _between(rows(initial_state, starts))

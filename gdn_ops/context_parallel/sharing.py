@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gdn_ops.ops import _ready, _ready_options, backend_for
-from gdn_ops.outputs import Forward, allocate_chunk_fwd
+from gdn_ops.outputs import allocate_chunk_fwd
 from gdn_ops.repeats import remembered
-from gdn_ops.shapes import Inputs, Options
+from gdn_ops.shapes import CHUNK, Inputs, Options
 
 
 class Prepared(NamedTuple):
-    """With the axes of `gdn_ops.shapes.Saved`."""
+    """As the ops return them, the two axes of a matrix in one."""
 
     norms: Tensor
     gates: Tensor
@@ -43,7 +43,7 @@ def _prepare(
         return ()
     out = allocate_chunk_fwd(inputs, output_final_state=False, use_qk_l2norm=chosen.use_qk_l2norm, save="solve")
     backend.chunk_prepare(out, inputs, chosen)
-    return out.norms, out.gates, out.solve, out.scores
+    return out.returned[2 : 2 + len(Prepared._fields)]
 
 
 def _forward(
@@ -51,14 +51,21 @@ def _forward(
     A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor,
     *, output_final_state: bool, save: str, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """o, final_state, states, updates and checkpoints."""
+    """o, final_state, states, updates and checkpoints, as the op returns them."""
     inputs = _ready(Inputs(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias))
     chosen = _ready_options(Options(**options))
     out = allocate_chunk_fwd(
         inputs, output_final_state=output_final_state, use_qk_l2norm=chosen.use_qk_l2norm, save=save
-    )._replace(norms=norms, gates=gates, solve=solve, scores=scores)
+    )
+    out = out._replace(**as_matrices(norms, gates, solve), scores=scores.unflatten(-1, (CHUNK, CHUNK)))
     backend_for(inputs, chosen).chunk_fwd(out, inputs, chosen, save, is_prepared=True)
-    return out.o, out.final_state, out.states, out.updates, out.checkpoints
+    o, final_state, *kept = out.returned
+    return o, final_state, *kept[len(Prepared._fields) :]
+
+
+def as_matrices(norms: Tensor, gates: Tensor, solve: Tensor) -> dict[str, Tensor]:
+    """These with the axes of `gdn_ops.shapes.Saved`, by name."""
+    return {"norms": norms.unflatten(-1, (2, -1)), "gates": gates, "solve": solve.unflatten(-1, (CHUNK, CHUNK))}
 
 
 _GIVEN = ("q", "k", "v", "g", "beta")
@@ -91,4 +98,4 @@ def forward(*args: Any, save: str, **options: Any) -> tuple[Tensor, ...]:
     run = _forward_again if tensors[0].is_cuda else _forward
     o, final_state, *states = run(*tensors, *prepared, save=save, **options)
     kept = prepared if save in _KEPT else [x.new_empty((0, *x.shape[1:])) for x in prepared]
-    return Forward(o, final_state, *kept, *states).returned
+    return o, final_state, *kept, *states
