@@ -114,7 +114,7 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, is_prep
             num_cuts=rule.num_cuts, leave_every=leave_every, **results._asdict(),
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
-            clear_ownerless(o.unsqueeze(2), chunks)
+            clear_ownerless([o.unsqueeze(2)], chunks)
 
 
 def chunk_bwd(
@@ -187,8 +187,7 @@ def chunk_bwd(
                 if inputs.dt_bias is not None:
                     out.ddt_bias.copy_(total[1])
         if inputs.cu_seqlens is not None:
-            for x in (dq, dk, dv, dg[:, None, None], dbeta[:, None, None]):
-                clear_ownerless(x, chunks)
+            clear_ownerless([dq, dk, dv, dg[:, None, None], dbeta[:, None, None]], chunks)
         for target in targets:
             target.finish()
 

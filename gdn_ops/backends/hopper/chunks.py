@@ -10,6 +10,7 @@ Grid of the table kernel: one program a document and one more for what lies past
 documents before its own, O(N) loads a program and nothing handed from one program to another.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -257,27 +258,62 @@ def chunk_table(
 
 
 @triton.jit
+def _clear_tokens(x_ptr, t, mask_t, stride_t, stride_g, stride_r, num_heads, group_len, D, BLOCK_D: tl.constexpr):
+    """Write zeros to tokens t of [T,G,R,D], G * R heads."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = mask_t[:, None] & (offs_d < D)[None, :]
+    zero = tl.zeros([t.shape[0], BLOCK_D], x_ptr.dtype.element_ty)
+    for h in range(num_heads):
+        head = (h // group_len).to(tl.int64) * stride_g + (h % group_len).to(tl.int64) * stride_r
+        tl.store(x_ptr + t.to(tl.int64)[:, None] * stride_t + head + offs_d[None, :], zero, mask=mask)
+
+
+@triton.jit
 def _clear_ownerless_kernel(
-    x_ptr, totals_ptr, T, stride_t, stride_g, stride_r, num_heads, group_len, D,
-    TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
+    totals_ptr, T,
+    a_ptr, a_stride_t, a_stride_g, a_stride_r, a_heads, a_group, a_D,
+    b_ptr, b_stride_t, b_stride_g, b_stride_r, b_heads, b_group, b_D,
+    c_ptr, c_stride_t, c_stride_g, c_stride_r, c_heads, c_group, c_D,
+    d_ptr, d_stride_t, d_stride_g, d_stride_r, d_heads, d_group, d_D,
+    e_ptr, e_stride_t, e_stride_g, e_stride_r, e_heads, e_group, e_D,
+    TOKENS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     end = tl.load(totals_ptr + 1)
     t0 = tl.program_id(0) * TOKENS
     if t0 + TOKENS > end:
         t = t0 + tl.arange(0, TOKENS)
-        offs_d = tl.arange(0, BLOCK_D)
-        mask = ((t >= end) & (t < T))[:, None] & (offs_d < D)[None, :]
-        zero = tl.zeros([TOKENS, BLOCK_D], x_ptr.dtype.element_ty)
-        for h in range(num_heads):
-            head = (h // group_len).to(tl.int64) * stride_g + (h % group_len).to(tl.int64) * stride_r
-            tl.store(x_ptr + t.to(tl.int64)[:, None] * stride_t + head + offs_d[None, :], zero, mask=mask)
+        mask_t = (t >= end) & (t < T)
+        _clear_tokens(a_ptr, t, mask_t, a_stride_t, a_stride_g, a_stride_r, a_heads, a_group, a_D, BLOCK_A)
+        if BLOCK_B:
+            _clear_tokens(b_ptr, t, mask_t, b_stride_t, b_stride_g, b_stride_r, b_heads, b_group, b_D, BLOCK_B)
+        if BLOCK_C:
+            _clear_tokens(c_ptr, t, mask_t, c_stride_t, c_stride_g, c_stride_r, c_heads, c_group, c_D, BLOCK_C)
+        if BLOCK_D:
+            _clear_tokens(d_ptr, t, mask_t, d_stride_t, d_stride_g, d_stride_r, d_heads, d_group, d_D, BLOCK_D)
+        if BLOCK_E:
+            _clear_tokens(e_ptr, t, mask_t, e_stride_t, e_stride_g, e_stride_r, e_heads, e_group, e_D, BLOCK_E)
 
 
-def clear_ownerless(x: Tensor, chunks: Chunks) -> None:
-    """Write zeros to the tokens of [T,G,R,D] that come after the last document's end."""
-    T, G, R, D = x.shape
+_MOST_CLEARED = 5
+
+
+def clear_ownerless(targets: Sequence[Tensor], chunks: Chunks) -> None:
+    """Write zeros to the tokens of up to five tensors [T,G,R,D] that come after the last document's end.
+
+    Grid: one program a block of tokens, for all tensors. Mostly nothing is to be cleared, and what costs is launching.
+    """
+    numbers: list[Tensor | int | None] = []
+    blocks = []
+    for x in targets:
+        _, G, R, D = x.shape
+        numbers += [x, *x.stride()[:3], G * R, R, D]
+        blocks.append(triton.next_power_of_2(D))
+    missing = _MOST_CLEARED - len(targets)
+    T = targets[0].shape[0]
     launch(
         _clear_ownerless_kernel, (triton.cdiv(T, _CLEARED_TOKENS),),
-        x, chunks.totals, T, x.stride(0), x.stride(1), x.stride(2), G * R, R, D,
-        TOKENS=_CLEARED_TOKENS, BLOCK_D=triton.next_power_of_2(D), num_warps=4,
+        chunks.totals, T, *numbers, *[None] * (7 * missing), TOKENS=_CLEARED_TOKENS,
+        **dict(zip(("BLOCK_A", "BLOCK_B", "BLOCK_C", "BLOCK_D", "BLOCK_E"), blocks + [0] * missing, strict=True)),
+        num_warps=4,
     )  # fmt: skip
