@@ -339,7 +339,7 @@ def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch:
     launched.clear()
     found = emulate(part, [RankInputs(*shard) for shard in shards])
     o = part.unshard([x for x, _ in found], dim=1)
-    assert launched.count("_solve_kernel") > 3
+    assert launched.count("_solve_kernel") == 3, "one a rank, for its summary and its forward"
     o.backward(do)
     assert launched.count("_gradients_kernel") == 3, "one backward a rank, none for its summary"
     assert oracle.relative_error(o, want.o) <= BOUND[torch.bfloat16]
