@@ -30,11 +30,11 @@ from torch import Tensor
 
 from gdn_ops import counters
 from gdn_ops.context_parallel.plan import Plan
-from gdn_ops.context_parallel.sharing import as_matrices
+from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.ops import _load, _on_cpu, backend_for, kernels, lib
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
 from gdn_ops.repeats import pinned, remembered
-from gdn_ops.shapes import Inputs, Options, Saved, accumulator_dtype
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
@@ -222,13 +222,13 @@ def _products(moves: Tensor, fold: Tensor) -> Tensor:
 @torch.no_grad()
 def _own_summary(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, norms: Tensor | None, gates: Tensor | None, solve: Tensor | None, cu_seqlens: Tensor,
-    segments: Tensor, starts: Tensor, table: Tensor, saved_table: Tensor, piece_transitions: Tensor, fold: Tensor,
+    dt_bias: Tensor | None, solve: Tensor | None, factors: Tensor | None, segments: Tensor, starts: Tensor,
+    table: Tensor, saved_table: Tensor, piece_transitions: Tensor, fold: Tensor,
     *, words: int, kept: int, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """All of `segment_summary_fwd` but the M that is told, which has no words yet.
 
-    norms, gates and solve: of the chunks of cu_seqlens, from `sharing.prepare`, or None.
+    solve and factors: of all pieces' chunks, from `sharing.prepare`, or None.
     """
     k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
@@ -243,12 +243,11 @@ def _own_summary(
     summaries = _summaries(inputs, options)
     if summaries is not None:
         inputs = inputs._replace(initial_state=None if initial_state is None else initial_state.contiguous())
-        none = told.new_empty((0,))
-        saved = Saved(*(none,) * len(Saved._fields))
-        if norms is not None and gates is not None and solve is not None:
-            inputs, table = inputs._replace(cu_seqlens=cu_seqlens), saved_table
-            saved = saved._replace(**as_matrices(norms, gates, solve))
-        summaries.segments_fwd(states, moves, table, inputs, saved, options)
+        if solve is None or factors is None:
+            summaries.segments_fwd(states, moves, table, inputs, options)
+        else:
+            prepared = solve.unflatten(-1, (CHUNK, CHUNK)), factors
+            summaries.segments_fwd(states, moves, saved_table, inputs, options, prepared)
     else:
         start = None if initial_state is None else _between(rows(initial_state, starts))
         found = _final_states(inputs._replace(initial_state=start), options)
@@ -263,7 +262,7 @@ def _own_summary(
 
 
 def _own_summary_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    k, v, g, beta, _, A_log, dt_bias, *_, segments = args[:12]
+    k, v, g, beta, _, A_log, dt_bias, _, _, segments = args[:10]
     options = Options(scale=1.0, **{name: x for name, x in kwargs.items() if name in Options._fields})
     return backend_for(Inputs(k, k, v, g, beta, None, segments, A_log, dt_bias), options)
 
@@ -272,7 +271,7 @@ def _segment_summary_fwd(
     own_summary: Callable[..., tuple[Tensor, Tensor, Tensor]],
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, plan: Sequence[Tensor], *, num_ranks: int,
-    prepared: tuple[Tensor, ...] | None = None, **switches: bool,
+    prepared: Prepared | None = None, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The op; `prepared` is for calls without the dispatcher (`sharing.py`)."""
     if num_ranks > 1:
@@ -280,10 +279,11 @@ def _segment_summary_fwd(
     p = Plan(*plan)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     words, kept = summary_sizes(p, HV, K, V)
+    solve, factors = (None, None) if prepared is None else (prepared.solve, prepared.factors)
     found = own_summary(
-        k, v, g, beta, initial_state, A_log, dt_bias, *((None, None, None) if prepared is None else prepared[:3]),
-        p.cu_seqlens, p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table,
-        p.piece_transitions, p.fold, words=words, kept=kept, **switches,
+        k, v, g, beta, initial_state, A_log, dt_bias, solve, factors,
+        p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table, p.piece_transitions, p.fold,
+        words=words, kept=kept, **switches,
     )  # fmt: skip
     if p.num_transitions:
         _tell_transitions(found[0][p.num_forward * HV * K * V :], k, v, g, beta, A_log, dt_bias, p, switches)
@@ -480,8 +480,7 @@ _IMPLEMENTATIONS = {
     "segment_summary_fwd": _Op(
         _segment_summary_fwd,
         _own_summary,
-        "k v g beta initial_state A_log dt_bias norms gates solve cu_seqlens segments starts table saved_table "
-        "piece_transitions fold",
+        "k v g beta initial_state A_log dt_bias solve factors segments starts table saved_table piece_transitions fold",
         _own_summary_backend,
         _segment_summary_fwd_fake,
     ),

@@ -21,12 +21,19 @@ from gdn_ops.shapes import CHUNK, Inputs, Options
 
 
 class Prepared(NamedTuple):
-    """As the ops return them, the two axes of a matrix in one."""
+    """What is saved, as the ops return it with the two axes of a matrix in one; and factors, the backend's own scratch,
+    which is not kept."""
 
     norms: Tensor
     gates: Tensor
     solve: Tensor
     scores: Tensor
+    factors: Tensor
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """All but the factors."""
+        return self[:-1]
 
 
 _KEPT = ("solve", "states")
@@ -42,14 +49,15 @@ def _prepare(
     if not hasattr(backend, "chunk_prepare"):
         return ()
     out = allocate_chunk_fwd(inputs, output_final_state=False, use_qk_l2norm=chosen.use_qk_l2norm, save="solve")
-    backend.chunk_prepare(out, inputs, chosen)
-    return out.returned[2 : 2 + len(Prepared._fields)]
+    factors = backend.chunk_prepare(out, inputs, chosen)
+    norms, gates, solve, scores, *_ = out.returned[2:]
+    return norms, gates, solve, scores, factors
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor,
     A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor,
-    *, output_final_state: bool, save: str, **options: Any,
+    factors: Tensor, *, output_final_state: bool, save: str, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """o, final_state, states, updates and checkpoints, as the op returns them."""
     inputs = _ready(Inputs(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias))
@@ -57,15 +65,11 @@ def _forward(
     out = allocate_chunk_fwd(
         inputs, output_final_state=output_final_state, use_qk_l2norm=chosen.use_qk_l2norm, save=save
     )
-    out = out._replace(**as_matrices(norms, gates, solve), scores=scores.unflatten(-1, (CHUNK, CHUNK)))
-    backend_for(inputs, chosen).chunk_fwd(out, inputs, chosen, save, is_prepared=True)
-    o, final_state, *kept = out.returned
-    return o, final_state, *kept[len(Prepared._fields) :]
-
-
-def as_matrices(norms: Tensor, gates: Tensor, solve: Tensor) -> dict[str, Tensor]:
-    """These with the axes of `gdn_ops.shapes.Saved`, by name."""
-    return {"norms": norms.unflatten(-1, (2, -1)), "gates": gates, "solve": solve.unflatten(-1, (CHUNK, CHUNK))}
+    solve, scores = (x.unflatten(-1, (CHUNK, CHUNK)) for x in (solve, scores))
+    out = out._replace(norms=norms.unflatten(-1, (2, -1)), gates=gates, solve=solve, scores=scores)
+    backend_for(inputs, chosen).chunk_fwd(out, inputs, chosen, save, factors)
+    o, final_state, _, _, _, _, *states = out.returned
+    return o, final_state, *states
 
 
 _GIVEN = ("q", "k", "v", "g", "beta")
@@ -87,7 +91,7 @@ _prepare_again, _forward_again = _again(_prepare, _PREPARE_NAMES), _again(_forwa
 
 
 def prepare(*tensors: Any, **options: Any) -> Prepared | None:
-    """norms, gates, solve and scores of (q, k, v, g, beta, cu_seqlens, A_log, dt_bias); None if the backend cannot."""
+    """What can be shared of (q, k, v, g, beta, cu_seqlens, A_log, dt_bias); None if the backend cannot."""
     found = (_prepare_again if tensors[0].is_cuda else _prepare)(*tensors, **options)
     return Prepared(*found) if found else None
 
@@ -97,5 +101,5 @@ def forward(*args: Any, save: str, **options: Any) -> tuple[Tensor, ...]:
     *tensors, prepared = args
     run = _forward_again if tensors[0].is_cuda else _forward
     o, final_state, *states = run(*tensors, *prepared, save=save, **options)
-    kept = prepared if save in _KEPT else [x.new_empty((0, *x.shape[1:])) for x in prepared]
+    kept = prepared.saved if save in _KEPT else [x.new_empty((0, *x.shape[1:])) for x in prepared.saved]
     return o, final_state, *kept, *states

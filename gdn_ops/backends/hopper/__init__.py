@@ -68,23 +68,23 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
     return None
 
 
-def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> None:
-    """Fill the norms, gates, solve and scores of `out`, which no state goes into, and nothing else of it."""
+def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Tensor:
+    """Fill the norms, gates, solve and scores of `out`, which no state goes into; returns the factors (`gates`)."""
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
         for x in (out.norms, out.gates, out.solve, out.scores):
             x.zero_()
-        return
+        return out.gates.new_empty((0,))
     with on_device(inputs.q):
         q, k = _flat(inputs.q), _flat(inputs.k)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
-        _prepare(q, k, inputs, options, s, chunks, out.saved, has_factors=False)
+        return _prepare(q, k, inputs, options, s, chunks, out.saved).factors
 
 
-def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, is_prepared: bool = False) -> None:
+def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, factors: Tensor | None = None) -> None:
     """Fill every tensor of `out`; `inputs` are what `unsupported_reason` accepted, scalars and states dense.
 
-    `is_prepared`: `chunk_prepare` has filled what it fills.
+    `factors`: what `chunk_prepare` returned when it filled a part of `out`.
     """
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
@@ -94,8 +94,10 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, is_prep
         q, k, v = (_flat(x) for x in inputs[:3])
         rule = settings.segments(s)
         chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
-        into = out.saved if save in ("solve", "states") else None
-        kept = _prepare(q, k, inputs, options, s, chunks, into, out.saved if is_prepared else None)
+        if factors is None:
+            kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
+        else:
+            kept = _Prepared(out.norms, out.gates, factors, out.solve, out.scores)
         cuts = _Cuts.of(out.checkpoints, rule)
         leave_every = rule.stretch_chunks if cuts.num_left > 0 else 0
         keep_states = save == "states"
@@ -249,12 +251,9 @@ class _Prepared(NamedTuple):
 
 def _prepare(
     q: Tensor, k: Tensor, inputs: Inputs, options: Options, s: Sizes, chunks: Chunks,
-    into: Saved | None = None, saved: Saved | None = None, has_scores: bool = True, has_factors: bool = True,
+    into: Saved | None = None, saved: Saved | None = None, has_scores: bool = True,
 ) -> _Prepared:  # fmt: skip
-    """Compute what the sequential kernels read: `into` the saved tensors of a forward, or from those that there are.
-
-    Without `has_factors` those with norms are left out, which nothing before the sequential kernels reads.
-    """
+    """Compute what the sequential kernels read: `into` the saved tensors of a forward, or from those of a backward."""
     have = saved is not None and saved.gates.shape[0] > 0
     if have:
         into = saved
@@ -288,7 +287,7 @@ def _prepare(
             q, k, kept.gates, factors, chunks, options,
             norms=norm, scores=kept.scores if has_scores else None, out=kept.solve,
         )  # fmt: skip
-    if have or (norm is not None and has_factors):
+    if have or norm is not None:
         # After `solve`, which reads the write strengths among the factors and makes the norms in the others.
         fill_factors(norm, filled=True)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)

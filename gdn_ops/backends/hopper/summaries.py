@@ -18,23 +18,27 @@ from gdn_ops.shapes import WHOLE_DOCUMENTS, Inputs, Options, Saved, sizes
 
 
 def segments_fwd(
-    states: Tensor, transitions: Tensor, table: Tensor, inputs: Inputs, saved: Saved, options: Options
-) -> None:
+    states: Tensor, transitions: Tensor, table: Tensor, inputs: Inputs, options: Options,
+    prepared: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Fill the rows of states [Q,HV,V,K] with H and of transitions [Q,HV,K,K] with M, both transposed.
 
     table int32 [P+Q,8]: first those of which only H is asked for, from the initial state of their document or from
-    zero, then those of H and M (if there are none, transitions may have no rows). `saved`: norms, gates and solve on
-    the same `cu_seqlens`, or tensors with zero rows. q is not read. For calls that `unsupported_reason` accepts and
-    that have tokens.
+    zero, then those of H and M (if there are none, transitions may have no rows). `prepared`: solve and factors of the
+    chunks that the table counts, by `hopper.chunk_prepare`; else they are computed for those of `cu_seqlens`. q is not
+    read. For calls that `unsupported_reason` accepts and that have tokens.
     """
     s = sizes(inputs)
     with on_device(inputs.q):
         k, v = hopper._flat(inputs.k), hopper._flat(inputs.v)
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, k)
-        kept = hopper._prepare(k, k, inputs, options, s, chunks, None, saved, has_scores=False)
+        if prepared is None:
+            chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, k)
+            kept = hopper._prepare(k, k, inputs, options, s, chunks, has_scores=False)
+            prepared = kept.solve, kept.factors
+        solve, factors = prepared
         # Without outputs neither q nor scores are read.
         begin(
-            k, k, v, kept.solve, kept.solve, kept.factors, table,
+            k, k, v, solve, solve, factors, table,
             initial_state=inputs.initial_state, cut_states=states,
             transitions=transitions if transitions.shape[0] else states,  # then no row of the table asks for M
         )  # fmt: skip

@@ -117,7 +117,7 @@ def compile_case(
         hopper.chunk_bwd(grads, do, empty(*out.final_state.shape) if initial else None, inputs, out.saved, options)
         if states_only:
             states, table = empty(4, HV, D, D), empty(5, 8, dtype=torch.int32)
-            summaries.segments_fwd(states, states, table, inputs, out.saved, options)
+            summaries.segments_fwd(states, states, table, inputs, options)
             summaries.segments_bwd(states, do, None, table[1:], inputs, out.saved, options)
             stages = [walk.Stage(states[None], states[None], 1, is_first, not is_first) for is_first in (True, False)]
             walk.walk(states, states, table[:, 0], empty(5, 2, 3, dtype=torch.int32), stages)

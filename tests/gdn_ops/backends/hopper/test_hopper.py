@@ -229,11 +229,11 @@ def test_summaries_of_whole_documents_have_the_bits_of_a_call() -> None:
         chunk += length
     nothing = [(0, 0, 0, 0, -1, -1, -1, 0)] * len(forward)
     table = torch.tensor([*forward, *nothing], dtype=torch.int32, device="cuda")
-    none = out.saved._replace(**{name: x[:0] for name, x in out.saved._asdict().items()})
-    for saved in (out.saved, none):
+    for prepared in (None, (out.solve, hopper.chunk_prepare(out, inputs, options))):
         states = torch.full_like(out.final_state, float("nan"))
-        summaries.segments_fwd(states, torch.empty_like(states), table, inputs, saved, options)
+        summaries.segments_fwd(states, torch.empty_like(states), table, inputs, options, prepared)
         assert torch.equal(states.mT, out.final_state)
+    none = out.saved._replace(**{name: x[:0] for name, x in out.saved._asdict().items()})
     for saved in (out.saved, none):
         gradients = torch.full_like(states, float("nan"))
         table = torch.tensor(backward, dtype=torch.int32, device="cuda")

@@ -245,8 +245,8 @@ def test_the_plans_of_summaries_launch_what_their_host_code_launches(
                 counts[name] = compare(run, args, options, monkeypatch)
     assert counts == {
         "_prepare": 3,  # chunks, gates, matrices
-        "segment_summary_fwd": 4,  # chunks, gates, recurrence, walk
-        "_forward": 3 + 1,  # chunks, gates, recurrence, zeros after the last document
+        "segment_summary_fwd": 2,  # recurrence, walk
+        "_forward": 3,  # chunks, recurrence, zeros after the last document
         "segment_combine": 1,  # a walk
         "segment_summary_bwd": 4,  # chunks, gates, recurrence, walk
     }
