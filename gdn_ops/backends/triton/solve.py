@@ -25,7 +25,7 @@ from gdn_ops.shapes import Inputs, Options, Sizes
 _SOLVE = Config(num_warps=1, num_stages=1)
 _BLOCK_K = 16
 """Channels of k loaded at a time in float32 and for heads larger than 128, where whole rows spill (float32: 3492 bytes
-a thread, blocks 456). Others are loaded whole. H200, 16/48 heads of 128, 32768 tokens, bfloat16: whole rows 0.303 ms,
+a thread, blocks 132). Others are loaded whole. H200, 16/48 heads of 128, 32768 tokens, bfloat16: whole rows 0.303 ms,
 blocks of 64 0.347, of 32 0.487, of 16 0.442 (with at most 128 registers 0.376). A whole tile takes 255 registers, which
 leaves room for 8 programs an SM, blocks of 16 take 142 (14 programs): loads in flight count for more."""
 
@@ -116,7 +116,8 @@ def _solve_kernel(
         n32 = zero
         n33 = zero
         k_ptr += batch * stride_kb + start * stride_kt + head_k.to(tl.int64) * stride_kh
-        for k0 in tl.static_range(0, K, BK):
+        # Not unrolled: in float32 eight blocks took 42 s to compile and sixteen 120, in a loop 5 to 9.
+        for k0 in tl.range(0, K, BK):
             offs_k = k0 + tl.arange(0, BK)
             k0_IK = _load_block(k_ptr, stride_kt, length, 0, offs_k, K)
             k1_IK = _load_block(k_ptr, stride_kt, length, 16, offs_k, K)

@@ -159,5 +159,5 @@ def test_amd_compiles(launches, dtype):
 @pytest.mark.slow
 def test_float32_compiles_for_hopper(launches):
     # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
-    spills = {"_solve_kernel": 512, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3600}
+    spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3600}
     _check(launches(torch.float32, hopper=True), spills)
