@@ -39,6 +39,9 @@ class Block(torch.Tensor):
     def type(self) -> Any:  # type: ignore[override]
         return types.SimpleNamespace(layout=None)
 
+    def to(self, *args: Any, bitcast: bool = False, **options: Any) -> Any:
+        return self.view(*args) if bitcast else super().to(*args, **options)
+
     # `x += y` gives a kernel's name another value; it does not change the value that other names have.
     def __iadd__(self, other: Any) -> Any:
         return self + other

@@ -21,6 +21,7 @@ import oracle
 from gdn_ops import ops, outputs, settings, shapes
 from gdn_ops.backends import hopper, launching
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table
+from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.context_parallel import partition
 from gdn_ops.context_parallel.emulation import RankInputs, emulate
 from gdn_ops.shapes import WHOLE_DOCUMENTS, Options, SegmentRule, segment_rule, sizes
@@ -100,6 +101,24 @@ def test_all_at_once(save: str) -> None:
     assert launched.count("_combine_kernel") == (3 if save == "inputs" else 2)
     if save != "solve":
         assert same_bits(found, check_against_recurrence(save="solve", **CUT))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("HV", [1, 7], ids=["16 rows a program", "32 rows a program"])
+def test_combination_is_accurate_to_float32(HV: int, backwards: bool) -> None:
+    """Documents with four, no, one and two cuts."""
+    gen = torch.Generator().manual_seed(0)
+    cuts = torch.tensor([[0, 4], [4, 0], [4, 1], [5, 2]], dtype=torch.int32)
+    states = torch.randn(7, HV, 128, 128, generator=gen)
+    moves = torch.randn(7, HV, 128, 128, generator=gen) * 128**-0.5
+    want = states.double()
+    for first, count in cuts.tolist():
+        for j in range(1, count):
+            row = first + count - 1 - j if backwards else first + j
+            own, before = (moves[row + 1].mT, row + 1) if backwards else (moves[row], row - 1)
+            want[row] += want[before] @ own.double()
+    combine(states, moves, cuts, backwards=backwards)
+    assert oracle.relative_error(states, want) <= 1e-6
 
 
 def test_only_the_recomputation_has_the_bits_of_whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
