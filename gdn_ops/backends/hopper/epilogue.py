@@ -7,7 +7,8 @@
 
 dg' is made of products of two tokens of which the second is earlier than i and the first is not. Under strong decay few
 but those of neighbours are left, so for them the rounding of dP is put right (dg with g = -20 U(0,1): 2.2e-3 to 1.65e-3
-in a model). Their q . k comes from the score, whose own rounding matters little here.
+in a model), in chunks that decay enough for it to matter. Their q . k comes from the score, whose own rounding matters
+little here.
 
 Both terms of the last line are dbeta = dy . e, with dy = dv / beta the gradient of the updates before their strength is
 applied and e = u / beta. In the first one e = v - e^G k S - sum Gamma (k k^T) u is written out, so that v, exact, and
@@ -50,6 +51,13 @@ from gdn_ops.shapes import CHUNK, Options
 
 _HEADS = 8
 
+_LEAST_END = 2.0**-6
+"""Chunks whose whole decay is smaller get the neighbours' correction of dg.
+
+By the emulated kernels, 620 tokens and 6 heads, what the correction does to dg's error is below 0.3 % where a chunk
+decays by no more than 4.2 = -ln(this), and 29 % with strong decay.
+"""
+
 
 @triton.jit
 def _sum_rows(at, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
@@ -68,7 +76,7 @@ def _epilogue_kernel(
     VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
     UPDATES: tl.constexpr, REST: tl.constexpr, DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SMALL_W: tl.constexpr,
+    SMALL_W: tl.constexpr, LEAST_END: tl.constexpr,
 ):  # fmt: skip
     i_c = tl.program_id(0)
     first = tl.load(table_ptr + i_c * 4)
@@ -76,20 +84,30 @@ def _epilogue_kernel(
     local = tl.program_id(1) * B + tl.arange(0, B)
     offs_h = first_head + local
     offs_c = tl.arange(0, C)
-    mask_h = local < H
+    is_head = local < H
+    mask_h = is_head & (valid > 0)
     mask = mask_h[:, None] & (offs_c < valid)[None, :]
-    sums_at = sums_ptr + (i_c.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
-    left_BC = tl.load(sums_at + LEFT * C, mask=mask, other=0.0)
-    gates_BC = left_BC + tl.load(sums_at + QUERIES * C, mask=mask, other=0.0)
-    gates_BC -= tl.load(sums_at + RIGHT * C, mask=mask, other=0.0)
-    chunk_B = tl.sum(tl.load(sums_at + STATE * C, mask=mask, other=0.0), 1)
-    mask_dot = mask_h[:, None] & (offs_c < DOTS)[None, :] & (valid > 0)
-    dot_B = tl.sum(tl.load(sums_at + DOT * C, mask=mask_dot, other=0.0), 1)
     row_B = i_c.to(tl.int64) * HV + offs_h
-    end_at = factors_ptr + row_B * (FACTORS * C) + 4 * C
-    chunk_B += tl.load(end_at, mask=mask_h & (valid > 0), other=0.0) * dot_B
+    sums_at = sums_ptr + (i_c.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
+    factors_at = factors_ptr + row_B * (FACTORS * C)
+    # All that is read is asked for here, before the first sum over threads: what comes after such a sum waits for it.
+    # Rows are read whole, four numbers at a time, and what they hold past the document's end is dropped afterwards.
+    end_B = tl.load(factors_at + 4 * C, mask=mask_h, other=1.0)
+    mask_rows = mask_h[:, None] & (offs_c >= 0)[None, :]
+    left_BC = tl.load(sums_at + LEFT * C, mask=mask_rows, other=0.0)
+    queries_BC = tl.load(sums_at + QUERIES * C, mask=mask_rows, other=0.0)
+    right_BC = tl.load(sums_at + RIGHT * C, mask=mask_rows, other=0.0)
+    state_BC = tl.load(sums_at + STATE * C, mask=mask_rows, other=0.0)
+    dot_BC = tl.load(sums_at + DOT * C, mask=mask_h[:, None] & (offs_c < DOTS)[None, :], other=0.0)
+    updates_BC = tl.load(sums_at + UPDATES * C, mask=mask_rows, other=0.0)
+    beta_BC = tl.load(factors_at[:, None] + 3 * C + offs_c[None, :], mask=mask_rows, other=1.0)
+    values_BC = _sum_rows(sums_at, mask_rows, 0, VALUES, C)
+    left_BC = tl.where(mask, left_BC, 0.0)
+    gates_BC = tl.where(mask, left_BC + queries_BC - right_BC, 0.0)
+    chunk_B = tl.sum(tl.where(mask, state_BC, 0.0), 1) + end_B * tl.sum(dot_BC, 1)
     dlog_BC = tl.cumsum(gates_BC, 1, reverse=True) + chunk_B[:, None]
-    mask_pair = mask & (offs_c > 0)[None, :]
+    is_near = mask_h & (end_B < LEAST_END)
+    mask_pair = is_near[:, None] & (offs_c < valid)[None, :] & (offs_c > 0)[None, :]
     decay_at = decays_ptr + row_B[:, None] * (DECAYS * C) + offs_c[None, :]
     decay_BC = tl.load(decay_at + QUERY_DECAY * C, mask=mask_pair, other=0.0)
     decay_BC -= tl.load(decay_at + (KEY_DECAY * C - 1), mask=mask_pair, other=0.0)
@@ -108,15 +126,12 @@ def _epilogue_kernel(
         root_B = tl.exp(0.5 * tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
         dlog_BC = tl.where(mask, -dlog_BC * root_B[:, None], 0.0)
         parts_at = parts_ptr + i_c.to(tl.int64) * (2 * HV) + offs_h
-        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC) * root_B[:, None], 1), mask=mask_h)
+        # Chunks that do not exist have their zeros in the sum over chunks.
+        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC) * root_B[:, None], 1), mask=is_head)
         dlog_BC = dlog_BC * tl.sigmoid(raw_BC) * root_B[:, None]
-        tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
+        tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=is_head)
     tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
-    values_BC = _sum_rows(sums_at, mask, 0, VALUES, C)
-    strength_at = factors_ptr + row_B[:, None] * (FACTORS * C) + 3 * C + offs_c[None, :]
-    beta_BC = tl.load(strength_at, mask=mask, other=1.0)
     square_BC = beta_BC * beta_BC
-    updates_BC = tl.load(sums_at + UPDATES * C, mask=mask, other=0.0)
     weight_BC = tl.maximum(1.0 - square_BC, 0.0)
     divisor_BC = tl.maximum(square_BC, 1.0)
     if SMALL_W:
@@ -156,7 +171,7 @@ def epilogue(
         REST=SUM_REST.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
-        SMALL_W=norms and scores.dtype == torch.float16, num_warps=4,
+        SMALL_W=norms and scores.dtype == torch.float16, LEAST_END=_LEAST_END, num_warps=4,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ SUM_STATES = gl.constexpr(NUM_VALUE_SUMS + 5)
 SUM_REST = gl.constexpr(NUM_VALUE_SUMS + 6)
 NUM_SUMS = NUM_VALUE_SUMS + 7
 """Rows of `sums` [NT,H,NUM_SUMS,C]; of row SUM_STATES, the first NUM_STATE_SUMS numbers are in use."""
-NUM_STATE_SUMS = 8
+NUM_STATE_SUMS = 16
 
 _C = gl.constexpr(64)
 _D = gl.constexpr(128)
@@ -151,6 +151,91 @@ def _project(x_CK, tile, norm_ptr, valid):
 
 
 @gluon.jit
+def _release(bar):
+    """Hand q and k back after `_project`, whose results have been stored.
+
+    A barrier does not wait for values that its warps have asked for but not yet used, and the compiler moves uses
+    behind it: the next tile, which comes by TMA, could arrive before the last loads of this one. Handed back before
+    the store, dk was wrong in a few rows of one call in three (H200). What is stored has been used.
+    """
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _blocks(x_CC):
+    """The blocks of 8 x 8 that a [C,C] accumulator's diagonal runs through or beside, as its threads hold them.
+
+    Row 16 w + 8 h + i is warp w's; column 16 b + 8 h' + 2 j + e is in a register (b, h', e) of four of its threads, by
+    j. For (h, h') = (0, 0), (1, 0), (0, 1) and (1, 1): [w,i,j,e,b / 2,b % 2]. Nothing is moved or computed.
+    """
+    x = gl.permute(gl.reshape(x_CC, [4, 2, 8, 2, 2, 2, 4, 2]), (0, 2, 6, 7, 3, 4, 1, 5))
+    left, right = gl.split(x)
+    x00, x10 = gl.split(left)
+    x01, x11 = gl.split(right)
+    return x00, x10, x01, x11
+
+
+@gluon.jit
+def _places(x):
+    """Warp w, row i of its two blocks' eight, and thread j of the four that hold the row, as they index [w,i,j]."""
+    layout: gl.constexpr = x.type.layout
+    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return w, i, j
+
+
+@gluon.jit
+def _block(x, SHIFT: gl.constexpr = 0):
+    """Of [w,i,j,e,b / 2,b % 2] the block b = w - SHIFT, in two parts [w,i,j] by e; where there is none, block 0."""
+    even, odd = gl.split(x)
+    b0, b2 = gl.split(even)
+    b1, b3 = gl.split(odd)
+    b0_even, b0_odd = gl.split(b0)
+    b1_even, b1_odd = gl.split(b1)
+    b2_even, b2_odd = gl.split(b2)
+    b3_even, b3_odd = gl.split(b3)
+    w, _, _ = _places(b0_even)
+    w -= SHIFT
+    x_even = gl.where(w < 2, gl.where(w < 1, b0_even, b1_even), gl.where(w < 3, b2_even, b3_even))
+    x_odd = gl.where(w < 2, gl.where(w < 1, b0_odd, b1_odd), gl.where(w < 3, b2_odd, b3_odd))
+    return x_even, x_odd
+
+
+@gluon.jit
+def _store_diagonal(x_CC, at):
+    """Write the diagonal of a [C,C] accumulator: every element by the thread that has it."""
+    x00, x10, x01, x11 = _blocks(x_CC)
+    upper_even, upper_odd = _block(x00)
+    lower_even, lower_odd = _block(x11)
+    w, i, j = _places(upper_even)
+    mine = (j == i // 2) & (w >= 0)
+    at = at + w * 16 + i + j * 0
+    gl.store(at, gl.where(i % 2 == 0, upper_even, upper_odd), mask=mine)
+    gl.store(at + 8, gl.where(i % 2 == 0, lower_even, lower_odd), mask=mine)
+
+
+@gluon.jit
+def _store_rests(x_CC, at, dtype: gl.constexpr):
+    """Write what the entries below the diagonal of a [C,C] accumulator lose when rounded to `dtype`; 0 for row 0."""
+    x00, x10, x01, x11 = _blocks(x_CC)
+    upper_even, upper_odd = _block(x00)
+    lower_even, lower_odd = _block(x11)
+    w, i, j = _places(upper_even)
+    # A block's first row has its entry in the block to the left, in the last column.
+    _, before_upper = _block(x01, 1)
+    _, before_lower = _block(x10)
+    upper = gl.where(i == 0, gl.where(w == 0, 0.0, before_upper), gl.where(i % 2 == 1, upper_even, upper_odd))
+    lower = gl.where(i == 0, before_lower, gl.where(i % 2 == 1, lower_even, lower_odd))
+    mine = (j == ((i + 7) % 8) // 2) & (w >= 0)
+    at = at + w * 16 + i + j * 0
+    gl.store(at, upper.to(dtype).to(gl.float32) - upper, mask=mine)
+    gl.store(at + 8, lower.to(dtype).to(gl.float32) - lower, mask=mine)
+
+
+@gluon.jit
 def _queries(
     q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, w_s, p_s,
     tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
@@ -207,30 +292,27 @@ def _queries(
         decays = reinterpret(decays_s.index(buffer), gl.float32, [4 * _C], VECTOR)
         key_row = decays.slice(0, _C).load(ROW_C)
         key_col = decays.slice(2 * _C if HAS_NORMS else 0, _C).load(COL_C)
-        lower = (row_C[:, None] >= col_C[None, :]) & (row_C < valid)[:, None]
-        decay_CC = gl.where(lower, gl.exp2(key_row[:, None] - key_col[None, :]), 0.0)
+        decay_CC = gl.exp2(key_row[:, None] - key_col[None, :])
         mbarrier.wait(pairs_empty.index(buffer), phase ^ 1)
         w_CC = warpgroup_mma_wait(1, deps=[w_CC])
-        diagonal_C = gl.sum(gl.where(row_C[:, None] == col_C[None, :], w_CC, 0.0), 1)
-        gl.store(sums_at + SUM_UPDATES * _C + row_C, diagonal_C)
-        w_s.index(buffer).store(gl.where(row_C[:, None] > col_C[None, :], -w_CC * decay_CC, 0.0).to(dtype))
-        mbarrier.wait(full.index(0), step & 1)
-        query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
+        _store_diagonal(w_CC, sums_at + SUM_UPDATES * _C)
+        w_CC *= gl.where(row_C[:, None] > col_C[None, :], decay_CC, 0.0)
+        w_s.index(buffer).store(w_CC.to(dtype))
         if HAS_NORMS:
             query_row = decays.slice(_C, _C).load(ROW_C)
-            decay_CC = gl.where(lower, gl.exp2(query_row[:, None] - key_col[None, :]), 0.0)
-        p_CC = warpgroup_mma_wait(1, deps=[p_CC])
-        p_CC = p_CC * decay_CC * scale
-        rounded_CC = p_CC.to(dtype)
-        p_s.index(buffer).store(rounded_CC)
-        rest_CC = gl.where(row_C[:, None] == col_C[None, :] + 1, p_CC - rounded_CC.to(gl.float32), 0.0)
-        gl.store(sums_at + SUM_REST * _C + row_C, gl.sum(rest_CC, 1))
+            decay_CC = gl.exp2(query_row[:, None] - key_col[None, :])
+        p_CC = warpgroup_mma_wait(0, deps=[p_CC])
+        p_CC *= gl.where(row_C[:, None] >= col_C[None, :], decay_CC, 0.0) * -scale
+        p_s.index(buffer).store(p_CC.to(dtype))
+        _store_rests(p_CC, sums_at + SUM_REST * _C, dtype)
         fence_async_shared()
         barrier()
         mbarrier.arrive(pairs_full.index(buffer), count=1)
+        mbarrier.wait(full.index(0), step & 1)
+        query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
         product = gl.full([8, _D], 0.0, gl.float32, ROWS)
-        for j in gl.static_range(_D // 8):
+        for j in gl.static_range(_C // 8):
             x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
             product += x * dstate_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
         gl.store(sums_at + SUM_STATES * _C + row_state, gl.sum(product, 1))
@@ -239,7 +321,7 @@ def _queries(
         mbarrier.arrive(empty.index(0), count=1)
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
-        query_CK = query_CK * query_C[:, None]
+        query_CK = query_CK * (-query_C)[:, None]
         mbarrier.wait(full.index(2), (step // R) & 1)
         if valid < _C:
             clear_rows(q_s, valid, 4)
@@ -248,17 +330,20 @@ def _queries(
         query_CK = warpgroup_mma(p_s.index(buffer), k_s, query_CK, is_async=True)
         q_CK = q_s.load(L_CK)
         query_CK = warpgroup_mma_wait(0, deps=[query_CK])
-        gl.store(sums_at + SUM_QUERIES * _C + row_K, gl.sum(query_CK * q_CK.to(gl.float32), 1))
-        dq_CK += query_CK
+        gl.store(sums_at + SUM_QUERIES * _C + row_K, -gl.sum(query_CK * q_CK.to(gl.float32), 1))
+        dq_CK -= query_CK
         if step % R == R - 1:
             token = gl.load(table_ptr + chunk * 4)
             h = first_head // R + h_k
             if HAS_NORMS:
                 norm_at = norms_ptr + token.to(gl.int64) * (2 * (HV // R)) + h + row_K * (2 * (HV // R))
                 dq_CK = _project(dq_CK, q_s, norm_at, valid)
-            barrier()
-            mbarrier.arrive(empty.index(2), count=1)
+            else:
+                barrier()
+                mbarrier.arrive(empty.index(2), count=1)
             _store_head(dq_CK, dq_ptr, token, valid, h, dq_stride_t, dq_stride_g, dq_stride_r, dq_group, dtype)
+            if HAS_NORMS:
+                _release(empty.index(2))
             dq_CK = zero_CK
         query_C = next_query_C
         valid = next_valid
@@ -273,8 +358,13 @@ def _keys(
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, FACTORS: gl.constexpr,
     HAS_NORMS: gl.constexpr,
 ):  # fmt: skip
-    """dk and its parts' row sums, from W and dP of the other warpgroup."""
+    """dk and its parts' row sums, from W and dP of the other warpgroup, and half of <S, dS>."""
     dtype: gl.constexpr = k_s.dtype
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    row_state = gl.arange(0, 8, gl.SliceLayout(1, ROWS))
+    state_flat = reinterpret(state_s, dtype, [_D, _D], FLAT)
+    dstate_flat = reinterpret(dstate_s, dtype, [_D, _D], FLAT)
     H: gl.constexpr = HK * R
     L_CK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     row_K = gl.arange(0, _C, gl.SliceLayout(1, L_CK))
@@ -290,6 +380,7 @@ def _keys(
         phase = (step // 2) & 1
         chunk, h_k, local = _locate(step, steps, pid, grid, HK, R)
         sums_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C) + row_K
+        states_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C) + SUM_STATES * _C + 8 + row_state
         chunk1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
         factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
         next_read_C = gl.load(factors_at)
@@ -305,11 +396,16 @@ def _keys(
         mbarrier.wait(full.index(0), step & 1)
         left_CK = warpgroup_mma(dv, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
+        product = gl.full([8, _D], 0.0, gl.float32, ROWS)
+        for j in gl.static_range(_C // 8, _D // 8):
+            x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
+            product += x * dstate_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
+        gl.store(states_at, gl.sum(product, 1))
         right_CK = warpgroup_mma(u_s.index(buffer).permute((1, 0)), dstate_s, zero_CK, use_acc=False, is_async=True)
         left_CK = warpgroup_mma_wait(1, deps=[left_CK])
         barrier()
         mbarrier.arrive(empty.index(0), count=1)
-        left_CK = left_CK * (-read_C)[:, None]
+        left_CK = left_CK * read_C[:, None]
         mbarrier.wait(full.index(2), (step // R) & 1)
         if valid < _C:
             clear_rows(q_s, valid, 4)
@@ -321,27 +417,30 @@ def _keys(
         barrier()
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
-        right_CK = right_CK * write_C[:, None]
-        gl.store(sums_at + SUM_KEYS_STATE * _C, gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
+        right_CK = right_CK * (-write_C)[:, None]
+        gl.store(sums_at + SUM_KEYS_STATE * _C, -gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
         right_CK = warpgroup_mma(w.permute((1, 0)), k_s, right_CK, is_async=True)
         right_CK = warpgroup_mma(p.permute((1, 0)), q_s, right_CK, is_async=True)
         left_CK = warpgroup_mma_wait(2, deps=[left_CK])
-        gl.store(sums_at + SUM_KEYS_LEFT * _C, gl.sum(left_CK * k_s.load(L_CK).to(gl.float32), 1))
-        dk_CK += left_CK
+        gl.store(sums_at + SUM_KEYS_LEFT * _C, -gl.sum(left_CK * k_s.load(L_CK).to(gl.float32), 1))
+        dk_CK -= left_CK
         right_CK = warpgroup_mma_wait(0, deps=[right_CK])
         barrier()
         mbarrier.arrive(pairs_empty.index(buffer), count=1)
-        gl.store(sums_at + SUM_KEYS_RIGHT * _C, gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
-        dk_CK += right_CK
+        gl.store(sums_at + SUM_KEYS_RIGHT * _C, -gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
+        dk_CK -= right_CK
         if step % R == R - 1:
             token = gl.load(table_ptr + chunk * 4)
             h = first_head // R + h_k
             if HAS_NORMS:
                 norm_at = norms_ptr + token.to(gl.int64) * (2 * (HV // R)) + HV // R + h + row_K * (2 * (HV // R))
                 dk_CK = _project(dk_CK, k_s, norm_at, valid)
-            barrier()
-            mbarrier.arrive(empty.index(2), count=1)
+            else:
+                barrier()
+                mbarrier.arrive(empty.index(2), count=1)
             _store_head(dk_CK, dk_ptr, token, valid, h, dk_stride_t, dk_stride_g, dk_stride_r, dk_group, dtype)
+            if HAS_NORMS:
+                _release(empty.index(2))
             dk_CK = zero_CK
         read_C = next_read_C
         write_C = next_write_C
