@@ -65,12 +65,11 @@ def _stage(
         source_VK = offs_v[:, None] * K + offs_k[None, :]
     else:
         source_VK = natural_VK
+    QUARTER: tl.constexpr = Q * K if MOVES_TRANSPOSED else Q
     if MOVES_TRANSPOSED:
         move_QK = offs_q[:, None] * K + offs_k[None, :]
-        quarter: tl.constexpr = Q * K
     else:
         move_QK = offs_k[None, :] * K + offs_q[:, None]
-        quarter: tl.constexpr = Q
     source = tl.load(step_ptr, mask=num_steps > 0, other=-1).to(tl.int64)
     move = tl.load(step_ptr + 1, mask=num_steps > 0, other=-1).to(tl.int64)
     for step in range(num_steps):
@@ -86,11 +85,11 @@ def _stage(
                 if IN_QUARTERS:
                     a_VQ, b_VQ, c_VQ, d_VQ = _quarters(state_VK, BV, K)
                     found_VK = tl.dot(a_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
-                    at += quarter
+                    at += QUARTER
                     found_VK = tl.dot(b_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
-                    at += quarter
+                    at += QUARTER
                     found_VK = tl.dot(c_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
-                    at += quarter
+                    at += QUARTER
                     found_VK = tl.dot(d_VQ, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
                 else:
                     found_VK = tl.dot(state_VK, tl.load(at + move_QK), acc=found_VK, input_precision="tf32x3")
