@@ -35,6 +35,7 @@ from gdn_ops.backends.triton.launch import Config, choose, dot_precision, is_amd
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
     FACTORS,
+    INTERPRETED,
     dot,
     load_chunk,
     load_matrix,
@@ -52,6 +53,8 @@ from gdn_ops.shapes import Inputs, Options, Sizes
 # H200, 16/48 heads of 128, 32768 tokens, one of two turns (ms, as (warps, stages, block of V)): (8, 3, 64) 1.318;
 # (8, 4, 32) 1.319; (8, 1, 64) 1.387; (8, 3, 32) 1.403. Loading q and k before the loop over V: 1.635 to 1.766.
 # Prefetching the next head's tiles into L2 cost 0.3. The former kernel (tiles of do S and dv S, three loops): 2.32.
+# Two turns, on a slower machine: <S, dS> on tensor cores 2.709 instead of 2.781, then e dS as [C, K] and two roundings
+# an instruction 2.708. Accumulators of do S and dv S unscaled (a fifth fewer instructions, more spills): 3.553.
 _PIPELINED = Config(num_warps=8, num_stages=3, block_v=64)
 """Heads of 128 in 16 bits."""
 _GRADIENTS = {
@@ -72,6 +75,29 @@ PARTIALS = tl.constexpr(6)
 def _aligned_range(SIZE: tl.constexpr, zero):
     """tl.arange(0, SIZE) that the compiler cannot take out of a loop in which `zero` is made."""
     return tl.max_contiguous(tl.multiple_of(tl.arange(0, SIZE) + zero, SIZE), SIZE)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """`operand` for a tile that is also read element by element, for which the compiler would round one at a time."""
+    if DTYPE == tl.bfloat16 and PTX and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return operand(x, DTYPE)
+
+
+@triton.jit
+def _dot_transposed(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a^T @ b; in float32 and for heads above 128 as its transpose, which spills a quarter to a third less.
+
+    Otherwise acc is in the layout that k and the output have, which takes fewer instructions.
+    """
+    if a.dtype == tl.float32 or b.shape[1] > 128:
+        return tl.trans(dot(tl.trans(b), a, tl.trans(acc), PRECISION))
+    else:
+        return dot(tl.trans(a), b, acc, PRECISION)
 
 
 @triton.jit
@@ -98,6 +124,9 @@ def _gradients_kernel(
     R: tl.constexpr = HV // HK
     GROUPS: tl.constexpr = HEADS // R
     ROWS: tl.constexpr = 2 * CHUNK
+    # <S, dS> as the trace of S dS^T: the tensor cores have time to spare, but unpacking 16-bit tiles to multiply them
+    # element by element is on the warps' own. Blocks of fewer than 64 rows would not fill a tensor-core instruction.
+    TRACE: tl.constexpr = BV >= 64 and DTYPE != tl.float32
     chunk = (tl.program_id(0) // GROUPS).to(tl.int64)
     head_k = first_head // R + (tl.program_id(0) % GROUPS).to(tl.int64)
     batch, start, length = load_chunk(chunk_ptr, chunk)
@@ -115,7 +144,7 @@ def _gradients_kernel(
                 zero_rows(dv_row_ptr, stride_dvt, -length, v0 + tl.arange(0, BV), V)
     if length > 0:
         sum_RK = tl.zeros([ROWS, BK], tl.float32)
-        right_KC = tl.zeros([BK, CHUNK], tl.float32)
+        right_CK = tl.zeros([CHUNK, BK], tl.float32)
         # q . dq and k . (left part of dk) summed over the heads so far: what a head adds to it is the gate's gradient.
         product_r = tl.zeros([ROWS], tl.float32)
         for r in tl.range(0, R):
@@ -146,8 +175,11 @@ def _gradients_kernel(
 
             # D above W: one product serves both.
             z_RC = tl.zeros([ROWS, CHUNK], tl.float32)
-            part_KC = tl.zeros([BK, CHUNK], tl.float32)
-            products = tl.zeros([BV, BK // 8], tl.float32)
+            part_CK = tl.zeros([CHUNK, BK], tl.float32)
+            if TRACE:
+                products = tl.zeros([BV, BV], tl.float32)
+            else:
+                products = tl.zeros([BV, BK // 8], tl.float32)
             for v0 in tl.range(0, V, BV, num_stages=STAGES):
                 offs_v = v0 + _aligned_range(BV, zero)
                 state_VK = load_matrix(state_head_ptr, offs_v, V, offs_k, K)
@@ -156,23 +188,29 @@ def _gradients_kernel(
                 out_ptrs = _pair_pointers(do_head_ptr, stride_ot, dv_head_ptr, stride_dvt, offs_r, offs_v)
                 out_RV = tl.load(out_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_v, V), other=0.0)
                 scaled_RV = operand(out_RV.to(tl.float32) * f_r[:, None], DTYPE)
-                product_VK = state_VK.to(tl.float32) * dstate_VK.to(tl.float32)
-                products += tl.sum(tl.reshape(product_VK, [BV, BK // 8, 8]), 2)
+                if TRACE:
+                    products = dot(state_VK, tl.trans(dstate_VK), products, PRECISION)
+                else:
+                    product_VK = state_VK.to(tl.float32) * dstate_VK.to(tl.float32)
+                    products += tl.sum(tl.reshape(product_VK, [BV, BK // 8, 8]), 2)
                 sum_RK = dot(scaled_RV, state_VK, sum_RK, PRECISION)
-                part_KC = dot(tl.trans(dstate_VK), e_VC, part_KC, PRECISION)
+                part_CK = _dot_transposed(e_VC, dstate_VK, part_CK, PRECISION)
                 z_RC = dot(out_RV, e_VC, z_RC, PRECISION)
                 # Triton 3.6 leaves products in flight at the loop's end whose tiles it then loads anew, where a tile is
                 # also read by other instructions: wrong dq and dk. The last product's result is used here, which ends
                 # all of them.
                 z_RC = z_RC * one
+            if TRACE:
+                offs_v = _aligned_range(BV, zero)
+                products = tl.where(offs_v[:, None] == offs_v[None, :], products, 0.0)
             state_product = tl.sum(products)
             beta = tl.load(factors + 3 * CHUNK + offs_t)
             column = tl.load(factors + 4 * CHUNK + offs_t)
             total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
             k_CK = load_rows(k_head_ptr, stride_kt, length, offs_k, K, zero)
-            part_KC = part_KC * tl.exp2(total - column)[None, :]
-            written = tl.sum(tl.trans(k_CK).to(tl.float32) * part_KC, 0)
-            right_KC += part_KC * beta[None, :]
+            part_CK = part_CK * tl.exp2(total - column)[:, None]
+            written = tl.sum(k_CK.to(tl.float32) * part_CK, 1)
+            right_CK += part_CK * beta[:, None]
 
             qk_ptrs = _pair_pointers(q_head_ptr, stride_qt, k_head_ptr, stride_kt, offs_r, offs_k)
             qk_RK = tl.load(qk_ptrs, mask=tile_mask(offs_r % CHUNK, length, offs_k, K), other=0.0)
@@ -188,9 +226,9 @@ def _gradients_kernel(
             pair_z_RC = pair_RC * z_RC
             column_sums = tl.sum(pair_z_RC, 0)
             dgate_r = state_part_r - product_r + tl.sum(pair_z_RC * beta[None, :], 1)
-            z_op_RC = operand(z_RC * beta[None, :], DTYPE)
+            z_op_RC = _rounded(z_RC * beta[None, :], DTYPE, PTX)
             product_r = state_part_r + tl.sum(pair_RC * z_op_RC.to(tl.float32), 1)
-            right_KC = dot(tl.trans(qk_RK), z_op_RC, right_KC, PRECISION)
+            right_CK = _dot_transposed(z_op_RC, qk_RK, right_CK, PRECISION)
             sum_RK = dot(z_op_RC, k_CK, sum_RK, PRECISION)
 
             # Stores come last: the compiler reuses the tiles loaded above only while nothing is written in between.
@@ -211,7 +249,6 @@ def _gradients_kernel(
         offs_k = tl.arange(0, BK)
         offs_r = tl.arange(0, ROWS)
         mask = tile_mask(offs_r % CHUNK, length, offs_k, K)
-        right_CK = tl.trans(right_KC)
         right_RK = tl.reshape(tl.permute(tl.join(tl.zeros_like(right_CK), right_CK), [2, 0, 1]), [ROWS, BK])
         sum_RK += right_RK
         if NORM:

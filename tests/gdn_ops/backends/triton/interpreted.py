@@ -38,6 +38,10 @@ ERROR_CASES = {
     "head_sizes_not_powers_of_two": Case(K=40, V=24, norm=True, HV=1),
     "value_blocks": Case(K=16, V=80, HV=1, initial=True, final=True),
     "key_blocks": Case(K=144, V=16, HV=1, norm=True, documents=(20,)),
+    # <S, dS> as a product, which takes blocks of 64.
+    "blocks_in_float16": Case(
+        dtype=torch.float16, K=144, V=80, HV=1, norm=True, documents=(20,), initial=True, final=True
+    ),
     "zero_and_tiny_beta": Case(zero_beta=True),
     "no_decay": Case(g_scale=0.0),
     "strong_decay": Case(g_scale=200.0),

@@ -106,7 +106,7 @@ def _spilled_bytes(ptx):
 # What may be spilled, in bytes a thread, and only go down. reverse: two recurrences in one kernel; without TMA the
 # addresses of the software pipeline come on top. gradients: the sum over a group's heads (96 registers) is live while
 # the pair products are formed; nothing inside its loop over V is spilled.
-_SPILLS = {"_reverse_kernel": 32, "_gradients_kernel": 416}  # Triton 3.6: 8, 408; 3.9: fewer
+_SPILLS = {"_reverse_kernel": 32, "_gradients_kernel": 352}  # Triton 3.6: 8, 332; 3.9: 32, 236
 _SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128, "_forward_kernel": 16}  # 3.9: forward 8
 
 
@@ -159,5 +159,6 @@ def test_amd_compiles(launches, dtype):
 @pytest.mark.slow
 def test_float32_compiles_for_hopper(launches):
     # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
-    spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3600}
+    # gradients: 2928 with Triton 3.6 (3060 before e dS was kept as it is stored), 3692 with 3.9 (3596).
+    spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3712}
     _check(launches(torch.float32, hopper=True), spills)
