@@ -189,8 +189,9 @@ def _consume(
         if STATES:
             u_s.store(u_MC.to(dtype))
             fence_async_shared()
-            async_store(states_desc, [row, 0], state_s)
+            # The updates' store comes behind a barrier, for u_s, and so both come behind every warp's fence.
             async_store(updates_desc, [row, 0], u_s)
+            async_store(states_desc, [row, 0], state_s)
         if OUTPUT:
             store_wait(0)
             o_s.permute((1, 0)).store(o_MC.to(dtype))

@@ -228,9 +228,7 @@ def _solve_kernel(
             kq_JI = warpgroup_mma(k_s, q_s.permute((1, 0)), zero_JI, use_acc=False, is_async=True)
         if HAS_SCORES and HAS_NORMS:
             qq_JI = warpgroup_mma(q_s, q_s.permute((1, 0)), zero_JI, use_acc=False, is_async=True)
-        kk_JI, k_s = warpgroup_mma_wait(
-            (1 if HAS_SCORES else 0) + (1 if HAS_SCORES and HAS_NORMS else 0), deps=[kk_JI, k_s]
-        )
+        kk_JI = warpgroup_mma_wait((1 if HAS_SCORES else 0) + (1 if HAS_SCORES and HAS_NORMS else 0), deps=[kk_JI])
         j = gl.arange(0, _C, L_J)
         i = gl.arange(0, _C, L_I)
         if HAS_NORMS:
@@ -245,17 +243,25 @@ def _solve_kernel(
         diagonal_s.store(gl.reshape(gl.permute(diagonal, (1, 2, 0)), [256, 4]))
         products_s = gl.allocate_shared_memory(gl.float32, [256, _B], BLOCKS)
         products_s.store(gl.reshape(gl.permute(gl.reshape(kk_JI, [4, _B, 4, _B]), (0, 2, 1, 3)), [256, _B]))
+        inverted = _invert_blocks(diagonal_s, beta_s, H, WARP_HEADS)
+        # What is allocated from here on lies where q and k are, which the products of every warp must have read first.
+        # Triton takes a product for done where it is issued, and a tile for dead after its last use by this very name:
+        # as what an earlier wait has returned it would not be kept.
+        if HAS_SCORES and HAS_NORMS:
+            kq_JI, qq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[kq_JI, qq_JI, q_s, k_s])
+        elif HAS_SCORES:
+            kq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[kq_JI, q_s, k_s])
+        else:
+            kk_JI, k_s = warpgroup_mma_wait(0, deps=[kk_JI, k_s])
+        barrier()
         inverted_s = gl.allocate_shared_memory(gl.float32, [H * _C, _B], BLOCKS)
-        inverted_s.store(_invert_blocks(diagonal_s, beta_s, H, WARP_HEADS))
+        inverted_s.store(inverted)
         if HAS_SCORES:
             if HAS_NORMS:
-                qq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[qq_JI, q_s, k_s])
                 inv_q_C = _inverse_norms(_diagonal_blocks(qq_JI), eps, L_J)
                 gl.store(norm_at, inv_q_C, mask=j < valid)
-                kq_JI = warpgroup_mma_wait(0, deps=[kq_JI])
                 kq_JI = kq_JI * (inv_k_C * scale)[:, None] * gl.convert_layout(inv_q_C, L_I)[None, :]
             else:
-                kq_JI, q_s, k_s = warpgroup_mma_wait(0, deps=[kq_JI, q_s, k_s])
                 kq_JI = kq_JI * scale
             p_s = gl.allocate_shared_memory(dtype, [_C, _C], tma.TILE_16BIT)
         a_s = gl.allocate_shared_memory(dtype, [_C, _C], tma.TILE_16BIT)
