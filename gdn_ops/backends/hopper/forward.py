@@ -185,6 +185,8 @@ def _consume(
             state_MK, o_MC = warpgroup_mma_wait(0, deps=[state_MK, o_MC])
         else:
             state_MK = warpgroup_mma_wait(0, deps=[state_MK])
+        # By now every warp has used what it loaded: products that have been waited for are made of it. Triton puts a
+        # barrier before an arrival.
         mbarrier.arrive(empty.index(stage), count=1)
         if STATES:
             u_s.store(u_MC.to(dtype))

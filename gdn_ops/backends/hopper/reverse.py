@@ -184,6 +184,8 @@ def _consume(
             at_C = gl.arange(0, _C, gl.SliceLayout(0, L_WC))
             gl.store(sums_ptr + row.to(gl.int64) * (SUMS * _C) + warp[:, None] * _C + at_C[None, :], sum_WC)
         dstate_MK = warpgroup_mma_wait(0, deps=[dstate_MK])
+        # By now every warp has used what it loaded: what it has stored, and products that have been waited for, are
+        # made of it. Triton puts a barrier before an arrival.
         mbarrier.arrive(empty.index(stage), count=1)
         decay = next_decay
     if BEGINS:

@@ -45,7 +45,7 @@ _MAX_HEADS = 4
 of shared memory and leave room for three programs on a multiprocessor instead of four."""
 
 _MAX_REGISTERS = 128
-"""Of a thread: four programs on a multiprocessor, for 80 bytes spilled (120 with norms). H200, 16/48 heads, 32768
+"""Of a thread: four programs on a multiprocessor, for 88 bytes spilled (112 with norms). H200, 16/48 heads, 32768
 tokens, triton 3.6: 0.253 ms; three programs (168 registers) 0.275 to 0.280, two (255) 0.298."""
 
 _WARP_HEADS = 2
