@@ -21,6 +21,7 @@ from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.context_parallel.segments import picked, rows
 from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.ops import kernels
+from gdn_ops.repeats import is_dense_last
 from gdn_ops.shapes import accumulator_dtype, packed_layouts, packed_width
 
 _ops = torch.ops.gdn
@@ -126,9 +127,10 @@ def prepare(call: Call) -> Prepared | None:
     """What this rank's summary and its forward both need, where one computation can serve both, else None."""
     if not (call.plain and call.linked):
         return None
-    return sharing.prepare(
-        *call.operands(), call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options
-    )
+    operands = call.operands()
+    if not all(map(is_dense_last, operands)):  # the ops copy such operands, and count that once
+        return None
+    return sharing.prepare(*operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options)
 
 
 def forward_summary(call: Call, prepared: Prepared | None = None) -> Heard:

@@ -7,6 +7,7 @@ import problems
 import pytest
 import torch
 
+import gdn_ops
 from gdn_ops.backends import cpu
 from gdn_ops.context_parallel import emulation, partition, path
 from gdn_ops.outputs import allocate_chunk_fwd
@@ -76,3 +77,27 @@ def test_a_backend_that_cannot_prepare_is_asked_for_all(monkeypatch):
         views = path.row_views(mine, heads)
         call = path.Call(*views, mine, g, beta, None, None, None, plan, 2, options, heads, plain=True)
         assert path.prepare(call) is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_operands_that_need_copies_are_copied_and_counted_as_without_sharing(packed, shared):
+    """On a backend that can share; on any other a shared copy would be for nothing."""
+    part = partition([0, 200, 210], fragments=[[(0, 0, 100), (1, 0, 10), (0, 100, 100)]])
+    tensors = problems.batch([0, 200, 210], gate=False)
+    row = torch.empty(1, 210, 2 * problems.W)[..., ::2].copy_(tensors["row"])
+    heads = problems.HEADS
+    names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), heads, strict=True))
+    options = {"cp_context": part.context(0, None, "cpu")}
+
+    def copies():
+        gdn_ops.reset_stats()
+        if packed:
+            gdn_ops.chunk_gated_delta_rule_packed(row, tensors["g"], tensors["beta"], **names, **options)
+        else:
+            gdn_ops.chunk_gated_delta_rule(*problems.split(row), tensors["g"], tensors["beta"], **options)
+        return gdn_ops.stats().input_copies
+
+    assert copies() == (1 if packed else 3)
+    assert shared == {"prepared": 0, "forward": 0}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert copies() == (1 if packed else 3)
