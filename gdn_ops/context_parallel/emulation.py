@@ -17,7 +17,7 @@ from gdn_ops.context_parallel.path import Call, Heard
 from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.derivatives import first_derivative_only
 from gdn_ops.plain import is_plain
-from gdn_ops.shapes import Saved
+from gdn_ops.shapes import SAVE_LEVELS, Saved
 
 
 class RankInputs(NamedTuple):
@@ -125,6 +125,26 @@ def contexts(
     return [build_for(part, rank, "", device, pieces=pieces, num_v_heads=num_v_heads) for rank in range(part.num_ranks)]
 
 
+def _check(part: Partition, inputs: Sequence[RankInputs], save: str, cp_contexts: Sequence[Context] | None) -> None:
+    if len(inputs) != part.num_ranks:
+        raise ValueError(f"inputs: expected one entry a rank, {part.num_ranks}, got {len(inputs)}")
+    tokens = [part.tokens(rank) for rank in range(part.num_ranks)]
+    for rank, (given, count) in enumerate(zip(inputs, tokens, strict=True)):
+        if given.q.shape[1] < count:
+            raise ValueError(
+                f"inputs[{rank}]: this rank holds {count} tokens, got {given.q.shape[1]} (shard the inputs)"
+            )
+    if save not in SAVE_LEVELS:
+        raise ValueError(f"save: expected one of {SAVE_LEVELS}, got {save!r}")
+    if cp_contexts is not None:
+        wanted = [(part.num_ranks, part.num_documents, count) for count in tokens]
+        found = [(context.num_ranks, context.num_documents, context.num_tokens) for context in cp_contexts]
+        if found != wanted:
+            raise ValueError(
+                f"cp_contexts: expected those of the partition, (ranks, documents, tokens) {wanted}, got {found}"
+            )
+
+
 def emulate(
     part: Partition,
     inputs: Sequence[RankInputs],
@@ -150,10 +170,12 @@ def emulate(
         cp_contexts: what `contexts` made of the partition before, else it is made here; `pieces` is that of these.
 
     The other options are the op's. Gradients flow to every rank's inputs as they do on a cluster: those of what the
-    ranks share (initial states, A_log, dt_bias) add up. Raises ValueError for a wrong number of ranks.
+    ranks share (initial states, A_log, dt_bias) add up.
+
+    Raises ValueError for a wrong number of ranks, inputs with fewer tokens than their rank has, contexts of another
+    partition, and an unknown `save`.
     """
-    if len(inputs) != part.num_ranks:
-        raise ValueError(f"inputs: expected one entry a rank, {part.num_ranks}, got {len(inputs)}")
+    _check(part, inputs, save, cp_contexts)
     device = inputs[0].q.device
     q = inputs[0].q
     built = contexts(part, device, inputs[0].g.shape[-1], pieces) if cp_contexts is None else cp_contexts

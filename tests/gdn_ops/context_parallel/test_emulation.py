@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gdn_ops
 from gdn_ops.context_parallel import partition
-from gdn_ops.context_parallel.emulation import emulate
+from gdn_ops.context_parallel.emulation import RankInputs, contexts, emulate
 from gdn_ops.context_parallel.partition import LAYOUTS
 from gdn_ops.context_parallel.plan import make_plan
 
@@ -195,6 +195,25 @@ def test_float64_is_exact_to_float64():
 def test_wrong_number_of_ranks():
     with pytest.raises(ValueError, match="inputs: expected one entry a rank, 2, got 0"):
         emulate(partition([0, 4], 2), [])
+
+
+def test_what_does_not_fit_the_partition_is_refused():
+    """Kernels on a GPU would read past the tensors."""
+    part = partition([0, 40], 2)
+    tensors = problems.batch([0, 40], gate=False)
+    q, k, v = problems.split(tensors["row"])
+    whole = [RankInputs(*(part.shard(x, rank) for x in (q, k, v, tensors["g"], tensors["beta"]))) for rank in range(2)]
+    emulate(part, whole, cp_contexts=contexts(part, "cpu"))
+    short = [whole[0], RankInputs(*(x[:, :19] for x in whole[1][:5]))]
+    with pytest.raises(ValueError, match=r"inputs\[1\]: this rank holds 20 tokens, got 19"):
+        emulate(part, short)
+    for other in (partition([0, 40], 3), partition([0, 50], 2), partition([0, 20, 40], 2)):
+        with pytest.raises(ValueError, match="cp_contexts: expected those of the partition"):
+            emulate(part, whole, cp_contexts=contexts(other, "cpu"))
+    with pytest.raises(ValueError, match="cp_contexts: expected those of the partition"):
+        emulate(part, whole, cp_contexts=contexts(part, "cpu")[:1])
+    with pytest.raises(ValueError, match="save: expected one of"):
+        emulate(part, whole, save="all")
 
 
 # ---- on one GPU: the production head size, so that the backend in use is the one of production
