@@ -183,7 +183,7 @@ def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tenso
     out.copy_(found[:-1])
 
 
-# ---- forward# ---- forward
+# ---- forward
 
 
 def _final_states(inputs: Inputs, options: Options) -> Tensor:
