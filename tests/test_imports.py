@@ -22,7 +22,7 @@ FOUNDATION = [
     "gdn_ops.plain",
     "gdn_ops.version",
 ]
-LAUNCHES = ["gdn_ops.backends.launching", "gdn_ops.backends.plans"]
+LAUNCHES = ["gdn_ops.backends.early", "gdn_ops.backends.launching", "gdn_ops.backends.plans"]
 PUBLIC = ["gdn_ops", "gdn_ops.functional", "gdn_ops.reference", "gdn_ops.memory", "gdn_ops.context_parallel.*"]
 ALLOWED = {
     "gdn_ops.version": [],
@@ -35,7 +35,8 @@ ALLOWED = {
     "gdn_ops.outputs": ["gdn_ops.settings", "gdn_ops.shapes"],
     "gdn_ops.checks": FOUNDATION,
     "gdn_ops.backends.*": FOUNDATION,
-    "gdn_ops.backends.launching": [],
+    "gdn_ops.backends.early": [],
+    "gdn_ops.backends.launching": ["gdn_ops.backends.early"],
     "gdn_ops.backends.plans": ["gdn_ops.backends.launching"],
     "gdn_ops.backends.triton.*": [*FOUNDATION, "gdn_ops.backends.triton.*", *LAUNCHES],
     "gdn_ops.backends.hopper.*": [*FOUNDATION, "gdn_ops.backends.hopper.*", *LAUNCHES],

@@ -20,6 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
+from gdn_ops.backends import early
+
 Grid = tuple[int, int, int]
 
 _MOST_KEPT = 4096
@@ -68,6 +70,7 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], options: Mapping[str,
     if recording.recorder is not None:
         recording.recorder.add(kernel, grid, args, options)
         return
+    options = early.with_options(kernel, options)
     key = _key(kernel, args, options)
     known = _compiled.get(key)
     if known is not None:
@@ -108,6 +111,7 @@ def compiled_for(
     kernel: Any, grid: Grid, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """The compiled kernel of a launch and the constants to pass after `args`, compiled now if it has to be."""
+    options = early.with_options(kernel, options)
     key = _key(kernel, args, options)
     known = _compiled.get(key)
     if known is None:

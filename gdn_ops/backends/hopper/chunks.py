@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK, LAST_SEGMENT, SEGMENT_UNIT, SegmentRule
 
@@ -120,7 +121,9 @@ def _chunk_table_kernel(
     cu_ptr, table_ptr, segments_ptr, stretches_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, NL, document_length,
     segment_chunks, first_length, stretch_chunks, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
     C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     n = tl.program_id(0)
     mine = tl.minimum(n, N - 1)
     first, last = _span(cu_ptr, mine, T, document_length, HAS_CU)
@@ -278,7 +281,9 @@ def _clear_ownerless_kernel(
     e_ptr, e_stride_t, e_stride_g, e_stride_r, e_heads, e_group, e_D,
     TOKENS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     end = tl.load(totals_ptr + 1)
     t0 = tl.program_id(0) * TOKENS
     if t0 + TOKENS > end:

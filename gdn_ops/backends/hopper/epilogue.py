@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.gates import softplus
 from gdn_ops.backends.hopper.gradients import (
@@ -77,7 +78,9 @@ def _epilogue_kernel(
     UPDATES: tl.constexpr, REST: tl.constexpr, DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     SMALL_W: tl.constexpr, LEAST_END: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     i_c = tl.program_id(0)
     first = tl.load(table_ptr + i_c * 4)
     valid = tl.load(table_ptr + i_c * 4 + 1)
@@ -177,8 +180,10 @@ def epilogue(
 
 @triton.jit
 def _gate_sums_kernel(
-    parts_ptr, dA_log_ptr, ddt_bias_ptr, NT, HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+    parts_ptr, dA_log_ptr, ddt_bias_ptr, NT, HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
+):  # fmt: skip
+    wait_for_earlier(EARLY)
     h = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     dA_log = tl.zeros([BLOCK], tl.float32)

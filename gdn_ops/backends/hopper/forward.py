@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
@@ -279,6 +280,7 @@ def _forward_kernel(
     HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr = 0,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
@@ -293,6 +295,19 @@ def _forward_kernel(
     run_ptr = runs_ptr + run * 8
     h = first_head + local
     h_scratch = first_scratch_head + local
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _D if OUTPUT else _M], TILE)
+    scores_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _C], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    wait_for_earlier(EARLY)
     first = gl.load(run_ptr)
     last = gl.load(run_ptr + 1)
     chunk0 = gl.load(run_ptr + 2)
@@ -311,18 +326,6 @@ def _forward_kernel(
         num_chunks = gl.where((role == _RUN) | (stop >= 0), num_chunks, 0)
         # Rows past the last token read as zeros.
         first_value = gl.where(role == _TRANSITION, T, first)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
-    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
-    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _D if OUTPUT else _M], TILE)
-    scores_s = gl.allocate_shared_memory(dtype, [STAGES if OUTPUT else 1, _C, _C], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
     gl.warp_specialize(
         [
             (_consume_low, (

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.shapes import CHUNK, Options
@@ -75,7 +76,9 @@ def _gates_kernel(
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, IS_HALF: tl.constexpr,
     LOG2_E: tl.constexpr, LEAST: tl.constexpr, FACTORS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     i_c = tl.program_id(0)
     first = tl.load(table_ptr + i_c * 4)
     valid = tl.load(table_ptr + i_c * 4 + 1)

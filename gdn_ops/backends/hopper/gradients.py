@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch, multiprocessors
@@ -457,6 +458,7 @@ def _gradients_kernel(
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, HS: gl.constexpr, SUMS: gl.constexpr,
     FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr = 0,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
@@ -464,9 +466,6 @@ def _gradients_kernel(
     DECAYS: gl.constexpr = FACTORS if HAS_NORMS else 1
     DECAYS_AT: gl.constexpr = 5 if HAS_NORMS else 0
     pid = gl.program_id(0)
-    num_items = gl.load(totals_ptr) * HK
-    # A program without an item (more programs than items) has no step.
-    steps = gl.maximum(num_items - pid + grid - 1, 0) // grid * R
     q_s = gl.allocate_shared_memory(dtype, [_C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [_C, _D], TILE)
     do_s = gl.allocate_shared_memory(dtype, [2, _C, _D], TILE)
@@ -493,6 +492,10 @@ def _gradients_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    wait_for_earlier(EARLY)
+    num_items = gl.load(totals_ptr) * HK
+    # A program without an item (more programs than items) has no step.
+    steps = gl.maximum(num_items - pid + grid - 1, 0) // grid * R
     gl.warp_specialize(
         [
             (_queries, (

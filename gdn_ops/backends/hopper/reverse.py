@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch
@@ -255,12 +256,27 @@ def _reverse_kernel(
     OUTPUT: gl.constexpr, BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr = 0,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
     local = gl.program_id(0) % H
     segment_ptr = segments_ptr + gl.program_id(0) // H * 8
     h = first_head + local
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES if OUTPUT else 1, _C, _M], TILE)
+    do_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
+    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    scores_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    wait_for_earlier(EARLY)
     first = gl.load(segment_ptr)
     last = gl.load(segment_ptr + 1)
     chunk0 = gl.load(segment_ptr + 2)
@@ -280,19 +296,6 @@ def _reverse_kernel(
         else:
             num_chunks = gl.where((stop >= 0) & (start < 0), num_chunks, 0)
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES if OUTPUT else 1, _C, _M], TILE)
-    do_s = gl.allocate_shared_memory(dtype, [2 * STAGES, _C, _M], TILE)
-    solve_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
-    scores_s = gl.allocate_shared_memory(dtype, [STAGES, _C, _C], TILE)
-    factors_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4, _C], tma.TILE_FLOAT32)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
     gl.warp_specialize(
         [
             (_consume_low, (

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, barrier
 
@@ -58,6 +59,7 @@ def _multiply(a, b, acc):
 def _combine_kernel(
     moves_desc, states_ptr, cuts_ptr, HV: gl.constexpr, BV: gl.constexpr, REVERSED: gl.constexpr,
     NUM_WARPS: gl.constexpr,
+    EARLY: gl.constexpr = 0,
 ):  # fmt: skip
     L_VK: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[BV // 16, NUM_WARPS * 16 // BV], instr_shape=[16, 8]
@@ -68,8 +70,6 @@ def _combine_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     n = gl.program_id(0) // HV
     h = gl.program_id(0) % HV
-    first = gl.load(cuts_ptr + n * 2)
-    count = gl.load(cuts_ptr + n * 2 + 1)
     moves_s = gl.allocate_shared_memory(gl.float32, [2, _D, _D], TILE)
     state_s = gl.allocate_shared_memory(gl.float32, [_D, BV], FLAT)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -77,6 +77,9 @@ def _combine_kernel(
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     barrier()
+    wait_for_earlier(EARLY)
+    first = gl.load(cuts_ptr + n * 2)
+    count = gl.load(cuts_ptr + n * 2 + 1)
     if count > 1:
         # A segment's transition lies at the cut it stops at. Its rows map a state's, its columns a gradient's.
         if REVERSED:

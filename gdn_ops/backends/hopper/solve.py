@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
 from gdn_ops.backends.hopper.launch import launch
@@ -174,7 +175,9 @@ def _solve_kernel(
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, scale, eps,
     HV: gl.constexpr, HK: gl.constexpr, HAS_NORMS: gl.constexpr, HAS_SCORES: gl.constexpr, FACTORS: gl.constexpr,
     H: gl.constexpr, WARP_HEADS: gl.constexpr, WIDTH: gl.constexpr,
+    EARLY: gl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     R: gl.constexpr = HV // HK
     PROGRAMS: gl.constexpr = (R + H - 1) // H

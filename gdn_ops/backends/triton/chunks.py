@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import launch
 from gdn_ops.backends.triton.primitives import CHUNK, trip_count
 from gdn_ops.shapes import Sizes
@@ -41,7 +42,9 @@ def _document(cu_ptr, n, mask, T, VARLEN: tl.constexpr):
 def _chunk_table_kernel(
     cu_ptr, chunk_ptr, document_ptr, T, N, NT,
     VARLEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     offs = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     own_first, own_end = _document(cu_ptr, offs, offs < N, T, VARLEN)
     own_length = own_end - own_first

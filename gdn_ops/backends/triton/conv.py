@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import TRITON_DTYPES, launch
 from gdn_ops.backends.triton.primitives import INTERPRETED, trip_count
 
@@ -73,7 +74,8 @@ def unsupported_reason(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _token_table_kernel(cu_ptr, token_ptr, num_fragments, num_steps, T, BLOCK: tl.constexpr):
+def _token_table_kernel(cu_ptr, token_ptr, num_fragments, num_steps, T, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):
+    wait_for_earlier(EARLY)
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # The number of boundaries at or before each token.
     low = tl.zeros([BLOCK], tl.int32)
@@ -263,7 +265,9 @@ def _conv_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, history_ptr, token_ptr, y_ptr, T, stride_xt,
     W: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr, BW: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     first = (tl.program_id(0) // tl.cdiv(W, BW)).to(tl.int64) * TOKENS
     offs_w = tl.program_id(0) % tl.cdiv(W, BW) * BW + tl.arange(0, BW)
     if _is_interior(token_ptr, first, T, WIDTH, TOKENS, 0):
@@ -384,7 +388,9 @@ def _conv_bwd_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, history_ptr, tail_ptr, token_ptr, dx_ptr, partial_ptr, T, stride_dyt,
     stride_xt, W: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr, BW: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     first = (tl.program_id(0) // tl.cdiv(W, BW)).to(tl.int64) * TOKENS
     offs_w = tl.program_id(0) % tl.cdiv(W, BW) * BW + tl.arange(0, BW)
     if _is_interior(token_ptr, first, T, WIDTH, TOKENS, WIDTH - 1):
@@ -403,8 +409,10 @@ def _conv_bwd_kernel(
 def _sum_partials_kernel(
     partial_ptr, dweight_ptr, dbias_ptr, num_partials,
     W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """dweight [W,WIDTH] and dbias [W]: one row of the partial sums a program."""
+    wait_for_earlier(EARLY)
     row = tl.program_id(0) // tl.cdiv(W, BW)
     offs_w = tl.program_id(0) % tl.cdiv(W, BW) * BW + tl.arange(0, BW)
     mask_w = offs_w < W
@@ -426,8 +434,10 @@ def _sum_partials_kernel(
 def _history_bwd_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, history_ptr, cu_ptr, fragment_ptr, dhistory_ptr, stride_dyt, stride_xt,
     W: tl.constexpr, WIDTH: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     """Gradients of the rows before one fragment, from its first WIDTH - 1 tokens."""
+    wait_for_earlier(EARLY)
     slot = (tl.program_id(0) // tl.cdiv(W, BW)).to(tl.int64)
     offs_w = tl.program_id(0) % tl.cdiv(W, BW) * BW + tl.arange(0, BW)
     mask_w = offs_w < W

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.launch import Config, choose, dot_precision, has_tiles, launch, padded, uses_tma
 from gdn_ops.backends.triton.primitives import (
@@ -149,7 +150,9 @@ def _forward_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, WRITE_STATES: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     forward_document(
         tl.program_id(0), q_ptr, k_ptr, v_ptr, solve_ptr, score_ptr, gate_ptr, factor_ptr, document_ptr,
         initial_ptr, final_ptr, o_ptr, state_ptr, update_ptr, T, 0, 0, HV,

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import Config, choose, dot_precision, is_amd, launch, padded
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
@@ -119,7 +120,9 @@ def _gradients_kernel(
     HK: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VR: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
     PTX: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     R: tl.constexpr = HV // HK
     GROUPS: tl.constexpr = HEADS // R
@@ -266,7 +269,9 @@ def _gate_gradients_kernel(
     g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, chunk_ptr, gate_ptr, factor_ptr, partial_ptr,
     dg_ptr, dbeta_ptr, dgate_sum_ptr, T,
     HV: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     chunk = (tl.program_id(0) // HV).to(tl.int64)
     head = tl.program_id(0) % HV
     batch, start, length = load_chunk(chunk_ptr, chunk)
@@ -315,7 +320,9 @@ def _gate_gradients_kernel(
 def _gate_sums_kernel(
     chunk_ptr, dgate_sum_ptr, dA_log_ptr, ddt_bias_ptr, NT,
     HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     head = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
     dA_log = tl.zeros([BLOCK], tl.float32)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.chunks import DOCUMENT_FIELDS
 from gdn_ops.backends.triton.forward import forward_document
 from gdn_ops.backends.triton.launch import Config, choose, dot_precision, has_tiles, launch, padded, uses_tma
@@ -145,7 +146,9 @@ def _reverse_kernel(
     BV: tl.constexpr, VR: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
     HAS_DINITIAL: tl.constexpr, RECOMPUTE: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     # The two recurrences alternate in launch order: both of a long document start before any of a short one.
     program = tl.program_id(0)
     reverse = program >= 0

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import launch
 
 _BLOCK_W = 1024
@@ -22,7 +23,9 @@ def _rows_kernel(
     x_ptr, rows_ptr, positions_ptr, out_ptr, stride_x, depth,
     W: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, BW: tl.constexpr,
     READS_BACKWARDS: tl.constexpr, WRITES_BACKWARDS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     number = tl.program_id(0) // BLOCKS
     offs_w = tl.program_id(0) % BLOCKS * BW + tl.arange(0, BW)
     mask_w = offs_w < W

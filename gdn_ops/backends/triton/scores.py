@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import Config, dot_precision, launch, padded
 from gdn_ops.backends.triton.primitives import (
     CHUNK,
@@ -91,7 +92,9 @@ def _scores_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
     ZERO_O: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     chunk = (tl.program_id(0) // HK).to(tl.int64)
     head_k = tl.program_id(0) % HK
     R: tl.constexpr = HV // HK
@@ -151,7 +154,9 @@ def _scores_kernel(
 def _factors_kernel(
     beta_ptr, chunk_ptr, norm_ptr, gate_ptr, factor_ptr, scale, T,
     HK: tl.constexpr, HV: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     chunk = (tl.program_id(0) // HK).to(tl.int64)
     head_k = tl.program_id(0) % HK
     R: tl.constexpr = HV // HK

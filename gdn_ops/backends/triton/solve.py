@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.triton.launch import Config, dot_precision, is_amd, launch, padded
 from gdn_ops.backends.triton.primitives import CHUNK, FACTORS, dot, load_chunk, operand
 from gdn_ops.shapes import Inputs, Options, Sizes
@@ -95,7 +96,9 @@ def _solve_kernel(
     k_ptr, chunk_ptr, norm_ptr, gate_ptr, factor_ptr, solve_ptr, T, stride_kb, stride_kt, stride_kh,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
     PRECISION: tl.constexpr, MERGE_PRECISION: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     chunk = (tl.program_id(0) // HV).to(tl.int64)
     head = tl.program_id(0) % HV
     head_k = head // (HV // HK)

@@ -7,6 +7,7 @@ line of JSON a kernel: name, registers at launch, shared memory, and, if `--sass
 
 import argparse
 import json
+import re
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from gdn_ops.backends import hopper, launching
+from gdn_ops.backends import early, hopper, launching
 from gdn_ops.backends.hopper import summaries
 from gdn_ops.backends.triton import walk
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
@@ -135,17 +136,36 @@ def describe(kernel: Any) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
         "tma": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
+        "early": getattr(kernel.metadata, "launch_pdl", False),
+        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+        "releases": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),
+        "ahead": accesses_ahead_of_the_wait(kernel.asm["ptx"]),
     }
+
+
+def accesses_ahead_of_the_wait(ptx: str) -> list[str]:
+    """Instructions on global memory, and ends of the kernel, that come before the wait for earlier kernels.
+
+    By the text, in which blocks of a warp-specialised kernel that come earlier run later: those of the other warps,
+    which are started behind the wait, are left out.
+    """
+    ahead = ptx.partition("griddepcontrol.wait")[0]
+    return re.findall(r"\b(?:ld|st|atom|red)\.global\S*|\bcp\.\S*|\bprefetch\S*|\btensormap\S*|\bret\b", ahead)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}")
+    parser.add_argument("--early", type=int, default=0, help="as kernels that start early would have it (`early.py`)")
     parser.add_argument("--cubin", help="folder to write each kernel's machine code to")
     chosen = parser.parse_args()
+    early._supported = lambda device_index: True
+    early._CHOSEN = chosen.early
     for case in chosen.cases:
-        for kernel in compile_case(**CASES[case]):
+        for i, kernel in enumerate(compile_case(**CASES[case])):
             print(json.dumps({"triton": triton.__version__, "case": case, **describe(kernel)}), flush=True)
             if chosen.cubin:
-                with open(f"{chosen.cubin}/{case}_{kernel.metadata.name}.cubin", "wb") as f:
+                with open(f"{chosen.cubin}/{case}_{i}_{kernel.metadata.name}.cubin", "wb") as f:
                     f.write(kernel.asm["cubin"])
+                with open(f"{chosen.cubin}/{case}_{i}_{kernel.metadata.name}.ptx", "w") as f:
+                    f.write(kernel.asm["ptx"])

@@ -18,6 +18,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from gdn_ops.backends import early  # noqa: E402
+
 _HERE = pathlib.Path(__file__).parent
 _ROOT = _HERE.parents[3]
 
@@ -122,7 +124,7 @@ def _compile(launch, arch):
             signature[name] = "i32"
             if arg % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    for name, value in constants.items():
+    for name, value in {**constants, early.PARAMETER: early._RELEASES if arch >= 90 else 0}.items():
         signature[name], constexprs[name] = "constexpr", value
     assert list(signature) == list(kernel.arg_names)  # `launch` passes constants by position, in this order
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -144,8 +146,11 @@ def test_kernels_spill_nothing_on_hopper(launches):
 
 @pytest.mark.parametrize("arch", [80, 100])
 def test_other_architectures_compile(launches, arch):
-    for launch in launches.values():
-        assert _compile(launch, arch).metadata.name
+    for name, launch in launches.items():
+        ahead, wait, _ = _compile(launch, arch).asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(wait) == (arch >= 90), name
+        if wait:  # before any global memory is touched, and before any program can end
+            assert not re.search(r"\b((ld|st|atom|red)\.global|cp\.|prefetch|tensormap|bra|ret)\b", ahead), name
 
 
 # ---- on a GPU
