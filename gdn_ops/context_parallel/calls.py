@@ -67,7 +67,7 @@ def run(
     if plain:
         o, final_state = ops.call_plain(
             len(operands), cp_context.plan, *operands, g, beta, initial_state, A_log, dt_bias, None, None, None,
-            **exchange, **options,
+            hears=cp_context.hears, **exchange, **options,
         )  # fmt: skip
         return o, final_state
     received = None

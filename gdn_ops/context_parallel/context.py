@@ -8,8 +8,8 @@ import torch
 
 from gdn_ops.context_parallel.halo import Halo, make_halo
 from gdn_ops.context_parallel.partition import Partition
-from gdn_ops.context_parallel.pieces import number_of_pieces
-from gdn_ops.context_parallel.plan import Plan, make_plan
+from gdn_ops.context_parallel.pieces import cuts_by_rule, has_inner_fragments
+from gdn_ops.context_parallel.plan import HEARS_ALL, Hears, Plan, hears, make_plan
 
 EXCHANGES = ("saved", "replay")
 
@@ -26,8 +26,9 @@ class Context:
     plan, halo: index tensors on the op's device. num_ranks: R, of whom exchange_ranks (R or 1) exchange.
     num_documents: N, so initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens.
     group_name: the process group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or
-    "replay". pieces: of the largest share of tokens (`gdn_ops.context_parallel.pieces`). serial: tells one batch from
-    another.
+    "replay". pieces, ends: of the largest share of tokens (`gdn_ops.context_parallel.pieces`). hears: which exchanges
+    this rank has a use for, the only field but the numbers in `plan` that differs from rank to rank. serial: tells one
+    batch from another.
     """
 
     plan: Plan
@@ -39,26 +40,28 @@ class Context:
     group_name: str
     exchange: str = "saved"
     pieces: int = 1
+    ends: int = 1
+    hears: Hears = HEARS_ALL
     serial: int = field(default_factory=lambda: next(_serials))
 
 
 def build(
     part: Partition, rank: int, group: Any, device: torch.device | str | None, exchange: str, pieces: int | None,
-    num_v_heads: int | None,
+    num_v_heads: int | None, ends: int | None,
 ) -> Context:  # fmt: skip
     """`Partition.context`."""
     group_name = _group_name(part, rank, group)
-    return build_for(part, rank, group_name if part.crosses_ranks else "", device, exchange, pieces, num_v_heads)
+    return build_for(part, rank, group_name if part.crosses_ranks else "", device, exchange, pieces, num_v_heads, ends)
 
 
 def build_for(
     part: Partition, rank: int, group_name: str, device: torch.device | str | None, exchange: str = "saved",
-    pieces: int | None = None, num_v_heads: int | None = None,
+    pieces: int | None = None, num_v_heads: int | None = None, ends: int | None = None,
 ) -> Context:  # fmt: skip
     """A context for a group that is known by name only; checks nothing about the group."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange: expected one of {EXCHANGES}, got {exchange!r}")
-    for name, value in (("pieces", pieces), ("num_v_heads", num_v_heads)):
+    for name, value in (("pieces", pieces), ("num_v_heads", num_v_heads), ("ends", ends)):
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
@@ -66,11 +69,13 @@ def build_for(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     where = torch.get_default_device() if device is None else torch.device(device)
-    if pieces is None:
-        ruled = PIECES_BY_DEFAULT and _gains_by_pieces(where)
-        pieces = number_of_pieces(part.max_tokens, num_v_heads) if ruled else 1
+    if pieces is None and not (PIECES_BY_DEFAULT and _gains_by_pieces(where)):
+        pieces = 1
+    cuts = cuts_by_rule(part.max_tokens, num_v_heads, has_inner=has_inner_fragments(part), pieces=pieces)
+    if ends is not None:
+        cuts = cuts._replace(ends=ends)
     return Context(
-        plan=make_plan(part, rank, where, pieces),
+        plan=make_plan(part, rank, where, *cuts),
         halo=make_halo(part, rank, where),
         num_ranks=part.num_ranks,
         exchange_ranks=part.num_ranks if part.crosses_ranks else 1,
@@ -78,7 +83,9 @@ def build_for(
         num_tokens=part.tokens(rank),
         group_name=group_name,
         exchange=exchange,
-        pieces=pieces,
+        pieces=cuts.pieces,
+        ends=cuts.ends,
+        hears=hears(part, rank),
     )
 
 

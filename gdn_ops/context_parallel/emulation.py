@@ -83,13 +83,17 @@ class _Emulated(torch.autograd.Function):
             dfinals = grads[1::2]
             kept_of = [tuple(saved[count * i : count * i + count]) for i in range(R)]
             heard: list[Heard | None] = [None] * R
+            prepared = [path.prepare_backward(*x) for x in zip(calls, kept_of, strict=True)]
             if calls[0].linked:
-                told = [path.backward_summary(*x) for x in zip(calls, dos, dfinals, kept_of, moves, strict=True)]
+                given = zip(calls, dos, dfinals, kept_of, moves, prepared, strict=True)
+                told = [path.backward_summary(*x) for x in given]
                 heard = _exchange(told, ranks)
             found: list[Tensor | None] = []
             for i, call in enumerate(calls):
                 dlast = path.received_gradients(call, heard[i], transitions[i], dfinals[i])
-                grad = path.backward(call, dos[i], dlast, states[i], kept_of[i])
+                ahead = path.states_ahead(call, states[i], prepared[i])
+                grad = path.backward(call, dos[i], dlast, states[i], kept_of[i], prepared=prepared[i], ahead=ahead)
+                del ahead
                 q_k_v, small = grad[: len(grad) - 5], grad[len(grad) - 5 :]
                 found += [*q_k_v, *(None,) * (3 - len(q_k_v)), *small]
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[6:], found, strict=True)]
@@ -119,10 +123,12 @@ def _calls(
 
 
 def contexts(
-    part: Partition, device: torch.device | str, num_v_heads: int | None = None, pieces: int | None = None
-) -> list[Context]:
+    part: Partition, device: torch.device | str, num_v_heads: int | None = None, pieces: int | None = None,
+    ends: int | None = None,
+) -> list[Context]:  # fmt: skip
     """Every rank's context without a group, for `emulate`; the arguments are those of `Partition.context`."""
-    return [build_for(part, rank, "", device, pieces=pieces, num_v_heads=num_v_heads) for rank in range(part.num_ranks)]
+    options = {"pieces": pieces, "num_v_heads": num_v_heads, "ends": ends}
+    return [build_for(part, rank, "", device, **options) for rank in range(part.num_ranks)]  # type: ignore[arg-type]
 
 
 def _check(part: Partition, inputs: Sequence[RankInputs], save: str, cp_contexts: Sequence[Context] | None) -> None:

@@ -32,7 +32,7 @@ import gdn_ops
 from gdn_ops.context_parallel import Context, Partition, causal_conv1d, emulation, partition
 from gdn_ops.context_parallel.partition import LAYOUTS
 from gdn_ops.context_parallel.path import gather
-from gdn_ops.context_parallel.pieces import number_of_pieces
+from gdn_ops.context_parallel.pieces import cuts_by_rule, has_inner_fragments
 
 ROWS = ("op", "layer", "convolution", "exchange")
 """What --figure can time."""
@@ -132,6 +132,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of --figure")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="what --figure times")
     parser.add_argument("--pieces", nargs="+", type=int, default=[0], help="pieces of a rank's share; 0: by the rule")
+    parser.add_argument("--ends", type=int, default=0, help="length of the first and last piece; 0: by the rule")
     parser.add_argument("--emulate", type=int, default=0, help="with --figure on one GPU: the work of so many ranks")
     return parser.parse_args(arguments)
 
@@ -246,6 +247,7 @@ class _Figure:
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device):
         self.repeats, self.rank, self.ranks, self.device = options.repeats, rank, ranks, device
+        self.ends = options.ends or None
         total = options.tokens or 32768 * (options.emulate or ranks)
         self.part = partition([0, total], options.emulate or ranks, options.layout)
         self.alone = partition([0, total // self.part.num_ranks], 1)
@@ -257,8 +259,9 @@ class _Figure:
     def context(self, pieces: int) -> Context:
         """This rank's context; 0 pieces: by the rule."""
         group = dist.group.WORLD if self.ranks > 1 else None
-        pieces = pieces or number_of_pieces(self.part.max_tokens, HEADS[1])
-        return self.part.context(self.rank, group, self.device, pieces=pieces)
+        return self.part.context(
+            self.rank, group, self.device, pieces=pieces or None, num_v_heads=HEADS[1], ends=self.ends
+        )
 
     def op(self, row: Tensor, context: Context) -> Tensor:
         """The op on a packed row."""
@@ -334,7 +337,7 @@ class _Figure:
 
     def emulated(self, pieces: int) -> tuple[int, Times]:
         """Pieces, and the time of all ranks' work on this GPU over their number; the exchange is a concatenation."""
-        contexts = emulation.contexts(self.part, self.device, HEADS[1], pieces or None)
+        contexts = emulation.contexts(self.part, self.device, HEADS[1], pieces or None, self.ends)
         rows = [
             torch.randn(1, c.num_tokens, self.width, device=self.device, dtype=torch.bfloat16).requires_grad_()
             for c in contexts
@@ -360,10 +363,11 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
     """Print what was asked for: step times of a rank among others, of one alone, their ratio, and the host's times."""
     figure = _Figure(options, rank, ranks, device)
     count, width = figure.part.num_ranks, figure.width
+    ruled = cuts_by_rule(figure.part.max_tokens, HEADS[1], has_inner=has_inner_fragments(figure.part))
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
     say(rank, f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, bfloat16, heads {HEADS}")
     say(rank, f"one document of {figure.part.num_tokens} tokens, {options.layout}, against {figure.alone.num_tokens} "
-              f"on one rank; {number_of_pieces(figure.part.max_tokens, HEADS[1])} pieces by the rule")  # fmt: skip
+              f"on one rank; by the rule {ruled.pieces} pieces, at its ends {ruled.ends} times as long")  # fmt: skip
     title = "ms, forward + backward" + (", emulated" if options.emulate else "")
     say(rank, f"{title:<36} {str(count) + ' ranks':>10} {'one rank':>10} {'ratio':>7} {'host':>8} {'host':>8}")
     values = HEADS[1] * HEADS[2]

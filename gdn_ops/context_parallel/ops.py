@@ -18,8 +18,8 @@ from torch import Tensor
 from gdn_ops import packing
 from gdn_ops.autograd import _is_plain, _needs_graph, _refuse_forward_mode
 from gdn_ops.context_parallel import path
-from gdn_ops.context_parallel.path import Call, Heard
-from gdn_ops.context_parallel.plan import Plan
+from gdn_ops.context_parallel.path import Call, Gathering, Heard
+from gdn_ops.context_parallel.plan import HEARS_ALL, Hears, Plan
 from gdn_ops.context_parallel.segments import summary_sizes
 from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.derivatives import first_derivative_only
@@ -80,23 +80,37 @@ def _run(
     """The op's outputs without the last three, the pieces' states, and the exchange."""
     states, told, moves = received
     heard = None if told is None or moves is None else Heard(told, moves[:0], moves)
-    prepared = None
+    prepared = pending = None
     if states is None:
         prepared = path.prepare(call)
-        heard = _tell(call, kwargs, prepared) if call.linked else None
+        if call.linked:
+            heard, pending = _tell(call, kwargs, prepared)
         states = path.received_states(call, heard)
     o, final_state, saved = path.forward(
         call, states, kwargs.get("output_final_state", False), kwargs.get("save", "solve"), prepared
     )
+    if pending is not None:
+        pending.wait()
     return (o, final_state, *saved), states, heard
 
 
-def _gather(words: Heard, kwargs: dict[str, Any], what: str) -> Heard:
-    return words._replace(told=path.gather(words.told, kwargs["num_ranks"], kwargs["group_name"], what))
+def _tell(call: Call, kwargs: dict[str, Any], prepared: Prepared | None = None) -> tuple[Heard, Gathering | None]:
+    """The forward's exchange; a rank that has a use for it waits here, another later, when its kernels are launched."""
+    words = path.forward_summary(call, prepared)
+    pending = _send(words, kwargs, _FORWARD_WORDS)
+    if _hears(call, kwargs).forward:
+        return words._replace(told=pending.wait()), None
+    return words._replace(told=pending.words), pending
 
 
-def _tell(call: Call, kwargs: dict[str, Any], prepared: Prepared | None = None) -> Heard:
-    return _gather(path.forward_summary(call, prepared), kwargs, _FORWARD_WORDS)
+def _send(words: Heard, kwargs: dict[str, Any], what: str) -> Gathering:
+    return Gathering.start(words.told, kwargs["num_ranks"], kwargs["group_name"], what)
+
+
+def _hears(call: Call, kwargs: dict[str, Any]) -> Hears:
+    """Which exchanges this rank waits for before it goes on; in a graph, which is equal on all ranks, both."""
+    found = kwargs.get("hears") if call.plain else None
+    return HEARS_ALL if found is None else found
 
 
 def _outputs(call: Call, out: tuple[Tensor, ...], states: Tensor | None, heard: Heard | None) -> tuple[Tensor, ...]:
@@ -150,19 +164,42 @@ class _ContextFwd(torch.autograd.Function):
             if do is None:
                 # Even a rank whose outputs no loss reads takes part: the others' fragments wait for its words.
                 do = path.zero_output_gradient(call)
-            heard = None
-            if call.linked:
-                if not ctx.keep:
-                    before = _tell(call, kwargs)
-                    states, told, moves = path.received_states(call, before), before.told, before.moves
-                words = path.backward_summary(call, do, dfinal_state, tuple(saved), moves)
-                heard = _gather(words, kwargs, _BACKWARD_WORDS)
-                if told is None:
-                    told = words.told.new_empty((0,))
-            dfinal_states = path.received_gradients(call, heard, told, dfinal_state)
-            found = path.backward(call, do, dfinal_states, states, tuple(saved), into_row=ctx.from_row)
+            found = _gradients(call, kwargs, do, dfinal_state, (states, told, moves), tuple(saved), ctx)
         wanted = [x if need else None for need, x in zip(ctx.needs_input_grad[5 : 5 + split], found, strict=True)]
         return (*(None,) * 5, *wanted, None, None, None)
+
+
+def _gradients(
+    call: Call, kwargs: dict[str, Any], do: Tensor, dfinal_state: Tensor | None, received: _Received,
+    saved: tuple[Tensor, ...], ctx: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`path.backward` with its exchange, behind which a call that can computes what does not wait for it."""
+    states, told, moves = received
+    if not call.linked:
+        dfinal_states = path.received_gradients(call, None, None, dfinal_state)
+        return path.backward(call, do, dfinal_states, states, saved, into_row=ctx.from_row)
+    before = None
+    if not ctx.keep:
+        heard, before = _tell(call, kwargs)
+        states, told, moves = path.received_states(call, heard), heard.told, heard.moves
+    assert moves is not None
+    prepared = path.prepare_backward(call, saved)
+    words = path.backward_summary(call, do, dfinal_state, saved, moves, prepared)
+    pending = _send(words, kwargs, _BACKWARD_WORDS)
+    waits = _hears(call, kwargs).backward
+    ahead = path.states_ahead(call, states, prepared) if waits else ()
+    heard = words._replace(told=pending.wait() if waits else pending.words)
+    transitions = words.told.new_empty((0,)) if told is None else told
+    dfinal_states = path.received_gradients(call, heard, transitions, dfinal_state)
+    # Of what was told nothing is kept while the largest tensors are there.
+    del words, heard
+    if not waits:
+        ahead = path.states_ahead(call, states, prepared)
+    found = path.backward(call, do, dfinal_states, states, saved, into_row=ctx.from_row, prepared=prepared, ahead=ahead)
+    for gathering in (before, None if waits else pending):
+        if gathering is not None:
+            gathering.wait()
+    return found
 
 
 def call_plain(num_operands: int, plan: Plan, *tensors: Tensor | None, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -155,6 +155,7 @@ class Partition:
         exchange: str = "saved",
         pieces: int | None = None,
         num_v_heads: int | None = None,
+        ends: int | None = None,
     ) -> "Context":
         """What the op needs on `rank`: pass it as `cp_context`. Build it once per batch; every layer can use it.
 
@@ -168,13 +169,15 @@ class Partition:
             pieces: into how many pieces the rank with most tokens cuts its share of documents that lie in parts, so
                 that a GPU runs them side by side; equal on all ranks. Exact, but not bitwise the same. None: 1, but on
                 a GPU of compute capability 9.0 by a rule from the number of tokens and `num_v_heads`.
-            num_v_heads: HV, for that rule only.
+            num_v_heads: HV, for rules only.
+            ends: how many times as long as the other pieces a document's first and last one are. None: by a rule from
+                the number of pieces, of tokens and `num_v_heads`; without the latter 1.
 
         Raises ValueError or TypeError for a rank, group or word that does not fit. Nothing is communicated here.
         """
         from gdn_ops.context_parallel.context import build
 
-        return build(self, rank, group, device, exchange, pieces, num_v_heads)
+        return build(self, rank, group, device, exchange, pieces, num_v_heads, ends)
 
     def exchange_bytes(
         self, *, num_v_heads: int, key_dim: int = 128, value_dim: int = 128, itemsize: int = 4

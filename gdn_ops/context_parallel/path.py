@@ -133,6 +133,18 @@ def prepare(call: Call) -> Prepared | None:
     return sharing.prepare(*operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options)
 
 
+def prepare_backward(call: Call, saved: tuple[Tensor, ...]) -> Prepared | None:
+    """The same of a backward; with all that is saved, as if the forward had kept it. `saved`: what it did keep."""
+    if not (call.plain and call.linked):
+        return None
+    operands = call.operands()
+    if not all(map(is_dense_last, operands)):
+        return None
+    return sharing.prepare_backward(
+        saved, *operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options
+    )
+
+
 def forward_summary(call: Call, prepared: Prepared | None = None) -> Heard:
     """What this rank tells before the forward, and what it keeps."""
     _, k, v = call.operands()
@@ -171,14 +183,25 @@ def forward(
 
 
 def backward_summary(
-    call: Call, do: Tensor, dfinal_state: Tensor | None, saved: tuple[Tensor, ...], moves: Tensor
-) -> Heard:
+    call: Call, do: Tensor, dfinal_state: Tensor | None, saved: tuple[Tensor, ...], moves: Tensor,
+    prepared: Prepared | None = None,
+) -> Heard:  # fmt: skip
     """What this rank tells before the backward, and keeps; `saved`, `moves`: what the forward kept."""
+    shared = {} if prepared is None else {"scratch": prepared.scratch}
     told, additions = call.op("segment_summary_bwd")(
-        do, dfinal_state, *call.operands(), call.g, call.beta, *saved, call.A_log, call.dt_bias, moves,
-        list(call.plan), num_ranks=call.num_ranks, scale=call.options["scale"], **call.switches(),
+        do, dfinal_state, *call.operands(), call.g, call.beta, *(saved if prepared is None else prepared.saved),
+        call.A_log, call.dt_bias, moves, list(call.plan), num_ranks=call.num_ranks, scale=call.options["scale"],
+        **call.switches(), **shared,
     )  # fmt: skip
     return Heard(told, additions, moves)
+
+
+def states_ahead(call: Call, states: Tensor | None, prepared: Prepared | None) -> tuple[Tensor, ...]:
+    """Of the backward what needs no words of its exchange, where that can be computed by itself: each chunk's state."""
+    if prepared is None:
+        return ()
+    rest = (call.g, call.beta, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
+    return sharing.states(prepared, *call.operands(), *rest, num_fragments=call.plan.ways.shape[0], **call.options)
 
 
 def received_gradients(
@@ -193,15 +216,25 @@ def received_gradients(
 
 def backward(
     call: Call, do: Tensor, dfinal_states: Tensor | None, states: Tensor | None, saved: tuple[Tensor, ...],
-    *, into_row: bool = False,
+    *, into_row: bool = False, prepared: Prepared | None = None, ahead: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of (q, k, v) or (row,), then of g, beta, initial_state, A_log and dt_bias.
 
-    `into_row`: dq, dk and dv are views of one packed row (for operands that `packed_qkv_views` made).
+    `into_row`: dq, dk and dv are views of one packed row (for operands that `packed_qkv_views` made). prepared, ahead:
+    of `prepare_backward` and `states_ahead`.
     """
     rest = (call.g, call.beta, *saved, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
     operands: tuple[Tensor, ...]
-    if call.row is not None:
+    if prepared is not None:
+        q, k, v = call.operands()
+        from_row = call.row is not None or into_row
+        given = (q, k, v, call.g, call.beta, states, call.plan.cu_seqlens, call.A_log, call.dt_bias, do, dfinal_states)
+        found = sharing.gradients(prepared, ahead, *given, packed=from_row, **call.options)
+        small = list(found[-5:])
+        operands = found[:-5]
+        if into_row:
+            operands = packing.split_row(operands[0], q.shape[2], v.shape[2], q.shape[3])
+    elif call.row is not None:
         assert call.heads is not None
         names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), call.heads, strict=True))
         drow, *small = call.op("chunk_packed_bwd")(do, dfinal_states, call.row, *rest, **names, **call.options)
@@ -236,14 +269,45 @@ def zero_output_gradient(call: Call) -> Tensor:
     return v.new_zeros(v.shape)
 
 
+class Gathering(NamedTuple):
+    """An all-gather on its way: every rank's words one after the other, not to be read before `wait`.
+
+    By functional collectives, which a graph can see; with no group the words are this rank's.
+    """
+
+    words: Tensor
+    num_ranks: int
+    group_name: str
+    what: str
+
+    @staticmethod
+    def start(told: Tensor, num_ranks: int, group_name: str, what: str) -> "Gathering":
+        """Send this rank's words."""
+        pending = Gathering(told, num_ranks, group_name, what)
+        if not group_name:
+            return pending
+        try:
+            return pending._replace(words=_c10d.all_gather_into_tensor.default(told, num_ranks, group_name))
+        except RuntimeError as error:
+            raise RuntimeError(pending._failure(told.numel() * told.element_size())) from error
+
+    def wait(self) -> Tensor:
+        """The words, for kernels launched from now on; with NCCL the host does not wait."""
+        if not self.group_name:
+            return self.words
+        try:
+            return _c10d.wait_tensor.default(self.words)
+        except RuntimeError as error:
+            num_bytes = self.words.numel() * self.words.element_size() // self.num_ranks
+            raise RuntimeError(self._failure(num_bytes)) from error
+
+    def _failure(self, num_bytes: int) -> str:
+        return (
+            f"context parallelism: the all-gather of {self.what} over process group {self.group_name!r} "
+            f"({self.num_ranks} ranks, {num_bytes} bytes each) failed; a rank may have stopped or left the loop early"
+        )
+
+
 def gather(told: Tensor, num_ranks: int, group_name: str, what: str) -> Tensor:
-    """Every rank's words one after the other, by a functional collective that a graph can see; none for no group."""
-    if not group_name:
-        return told
-    try:
-        return _c10d.wait_tensor.default(_c10d.all_gather_into_tensor.default(told, num_ranks, group_name))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"context parallelism: the all-gather of {what} over process group {group_name!r} ({num_ranks} ranks, "
-            f"{told.numel() * told.element_size()} bytes each) failed; a rank may have stopped or left the loop early"
-        ) from error
+    """`Gathering`, started and waited for."""
+    return Gathering.start(told, num_ranks, group_name, what).wait()

@@ -5,38 +5,56 @@ idle, in its summaries as in the op itself. A fragment of a document that lies i
 pieces that are summarised each by itself, all of its passes run side by side: the pieces are the op's documents, each
 with an initial state and a final state's gradient of its own. What the ranks tell each other stays the same.
 
+A document's first piece starts from a known state, so nobody needs its M, and its last piece ends with a known
+gradient. Each costs one chain in one of the summaries and none in the other, where a piece between them costs three in
+all. So these two may be longer than the others: their chains run as long as the others' do one after another.
+
 Cuts lie at multiples of the chunk length from a fragment's first token. A document that lies on one rank in one
 fragment is never cut here: a summary is what nobody needs of it.
 """
 
+import functools
 import itertools
+from typing import NamedTuple
 
 from gdn_ops.context_parallel.partition import Fragment, Partition
 from gdn_ops.shapes import CHUNK
 
-# Microseconds a chunk of a chain takes on an H200, of one document of 32768 tokens with 48 heads of 128 (2026-11-30):
-# outputs 1.6, states and updates 1.75, the backward 2.2, its summary 2.4, H or M 1.5.
-_FORWARD_MICROSECONDS = 1.6
-_BACKWARD_MICROSECONDS = 1.75 + 2.2
-_BACKWARD_SUMMARY_MICROSECONDS = 2.4
-_FORWARD_SUMMARY_MICROSECONDS = 1.5
 
-_ROUND_MICROSECONDS = 4.0
+class _Pass(NamedTuple):
+    """A recurrence: microseconds a chunk of a chain takes at least, and kilobytes it moves.
+
+    H200, 2026-11-30, one document of 32768 tokens with 48 heads of 128 (docs/kernels_hopper.md, Times); summaries as
+    they ran beside each other on all multiprocessors.
+    """
+
+    microseconds: float
+    kilobytes: float
+
+
+_OUTPUTS = _Pass(1.72, 66)
+_STATES = _Pass(1.75, 84)
+_REVERSE = _Pass(2.35, 120)
+_SUMMARY = _Pass(1.33, 29)
+_REVERSE_SUMMARY = _Pass(1.9, 54)
+
+_KILOBYTES_A_MICROSECOND = 4000.0
+"""What all chains together move at most."""
+
+_ROUND_MICROSECONDS = 2.0
 """What starting a program costs before its first chunk (estimate)."""
 
-_STEP_MICROSECONDS = 8.0
-"""What each further piece costs in the products that lead from one to the next, forward and backward together."""
+_STEP_MICROSECONDS = 10.0
+"""What each further piece costs in the four walks from one to the next, forward and backward together (estimate)."""
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM). A constant, so that a share is cut the same way wherever it runs."""
 
-_GROUPED_PROGRAMS = 100
-"""Programs of half the heads for which a backward takes the heads in two groups, to use half the memory."""
-
-_NEAR_ENOUGH = 1.05
+_NEAR_ENOUGH = 1.02
 """Each piece keeps states of its own until the backward, so the fewest are taken whose time is near the best."""
 
 _MOST_PIECES = 16
+_LONGEST_ENDS = 4
 _LEAST_PIECE_CHUNKS = 16
 """Shorter ones would take longer to start than to run."""
 
@@ -44,57 +62,123 @@ UNTOLD_PIECES = 8
 """For a number of value heads that nobody told: 16, 32, 48 or 64 heads in eight pieces fill 97 % of whole rounds."""
 
 
-def _rounds(programs: int) -> int:
-    return -(-programs // _MULTIPROCESSORS)
+class Cuts(NamedTuple):
+    """pieces: of a fragment as long as the largest share; ends: how many times as long as the others a document's first
+    and last piece are."""
+
+    pieces: int
+    ends: int
 
 
-def _microseconds(pieces: int, num_chunks: int, num_v_heads: int) -> float:
-    """The sequential passes of a step of a rank with one fragment, modelled."""
-    length = -(-num_chunks // pieces)
-    one = _rounds(pieces * num_v_heads)
-    # H of every piece and M of all but one; an uncut fragment of a document's end needs no M.
-    both = _rounds((2 * pieces - 1) * num_v_heads)
-    half = pieces * (num_v_heads // 2)
-    backward = one if half < _GROUPED_PROGRAMS else 2 * _rounds(half)
-    chunk = one * (_FORWARD_MICROSECONDS + _BACKWARD_SUMMARY_MICROSECONDS)
-    chunk += backward * _BACKWARD_MICROSECONDS + both * _FORWARD_SUMMARY_MICROSECONDS
-    starts = (2 * (one + backward) + both) * _ROUND_MICROSECONDS
-    return length * chunk + starts + (pieces - 1) * _STEP_MICROSECONDS
+def _rounds(num_long: int, length: int, num_others: int) -> int:
+    """How long programs take, the long ones first, in units of the others' length."""
+    whole, rest = divmod(num_long, _MULTIPROCESSORS)
+    beside = length * (_MULTIPROCESSORS - rest) if rest else 0
+    if num_others <= beside:
+        return whole * length + (max(length, -(-num_others // (_MULTIPROCESSORS - rest))) if rest else 0)
+    return (whole + (rest > 0)) * length - (-(num_others - beside) // _MULTIPROCESSORS)
 
 
-def number_of_pieces(num_tokens: int, num_v_heads: int | None) -> int:
-    """The rule: pieces of a share of `num_tokens`, from shapes alone, for a GPU of 132 multiprocessors.
+def _run(kind: _Pass, unit: float, num_long: int, length: int, num_others: int) -> float:
+    """Microseconds of one pass over pieces of `unit` chunks and longer ones."""
+    rounds = _rounds(num_long, length, num_others)
+    moved = (num_long * length + num_others) * unit * kind.kilobytes / _KILOBYTES_A_MICROSECOND
+    return max(rounds * unit * kind.microseconds, moved) + rounds * _ROUND_MICROSECONDS
 
-    The fewest for which a model of the sequential passes is within 5 % of its least time, at most 16, none shorter than
-    1024 tokens; 8, within the same limits, if the number of heads is not known.
+
+def _microseconds(cuts: Cuts, num_chunks: int, num_v_heads: int, has_inner: bool) -> float:
+    """The sequential passes of a step, modelled: of the slowest of the ranks that share a document.
+
+    Each with one fragment; the first, the last and, if there are any, those between them.
+    """
+    pieces, ends = cuts
+    others = (pieces - 1) * num_v_heads
+    unit = num_chunks / (pieces - 1 + ends)
+    # An uncut fragment tells its H or its dH and nothing else: M of both ends is what nobody needs.
+    first = _run(_SUMMARY, unit, num_v_heads, ends, 2 * others) + _run(_REVERSE_SUMMARY, unit, 0, ends, others)
+    last = _run(_SUMMARY, unit, 0, ends, 2 * others) + _run(_REVERSE_SUMMARY, unit, num_v_heads, ends, others)
+    passes = (_OUTPUTS, _STATES, _REVERSE)
+    slowest = max(first, last) + sum(_run(kind, unit, num_v_heads, ends, others) for kind in passes)
+    if has_inner:
+        programs, equal = pieces * num_v_heads, num_chunks / pieces
+        inner = sum(_run(kind, equal, 0, 1, programs) for kind in (*passes, _REVERSE_SUMMARY))
+        slowest = max(slowest, inner + _run(_SUMMARY, equal, 0, 1, 2 * programs))
+    return slowest + (pieces - 1) * _STEP_MICROSECONDS
+
+
+@functools.lru_cache(maxsize=256)
+def _best_ends(pieces: int, num_chunks: int, num_v_heads: int, has_inner: bool) -> tuple[float, int]:
+    """The least time of so many pieces, and the ends for it."""
+    most = max(1, min(_LONGEST_ENDS, num_chunks // _LEAST_PIECE_CHUNKS - pieces + 1)) if pieces > 1 else 1
+    found = [(_microseconds(Cuts(pieces, x), num_chunks, num_v_heads, has_inner), x) for x in range(1, most + 1)]
+    return min(found)
+
+
+def cuts_by_rule(
+    num_tokens: int, num_v_heads: int | None, *, has_inner: bool = False, pieces: int | None = None
+) -> Cuts:
+    """The rule: how to cut a share of `num_tokens`, from shapes alone, for a GPU of 132 multiprocessors.
+
+    The fewest pieces for which a model of the sequential passes is within 2 % of its least time, at most 16, none
+    shorter than 1024 tokens, with the ends for which it is least. If the number of heads is not known, 8 within the
+    same limits, all equal.
+
+    has_inner: whether any rank lies between others of its document; its pieces are equal. pieces: to be taken, then
+    only the ends follow from the model.
     """
     num_chunks = -(-num_tokens // CHUNK)
     most = max(1, min(_MOST_PIECES, num_chunks // _LEAST_PIECE_CHUNKS))
     if num_v_heads is None:
-        return min(UNTOLD_PIECES, most)
-    times = [_microseconds(pieces, num_chunks, num_v_heads) for pieces in range(1, most + 1)]
-    return 1 + next(i for i, time in enumerate(times) if time <= _NEAR_ENOUGH * min(times))
+        return Cuts(min(UNTOLD_PIECES, most) if pieces is None else pieces, 1)
+    if pieces is not None:
+        return Cuts(pieces, _best_ends(pieces, num_chunks, num_v_heads, has_inner)[1])
+    found = [_best_ends(count, num_chunks, num_v_heads, has_inner) for count in range(1, most + 1)]
+    least = min(found)[0]
+    return next(Cuts(i + 1, ends) for i, (time, ends) in enumerate(found) if time <= _NEAR_ENOUGH * least)
 
 
-def cut(fragment: Fragment, piece_chunks: int) -> list[int]:
-    """Boundaries of a fragment's pieces, from 0 to its length: as many of equal length as the rounded quotient says."""
-    num_chunks = -(-fragment.length // CHUNK)
-    wanted = max(1, (num_chunks + piece_chunks // 2) // piece_chunks)
-    step = max(1, -(-num_chunks // wanted)) * CHUNK
-    return [*range(0, max(fragment.length, 1), step), fragment.length]
+def has_inner_fragments(part: Partition) -> bool:
+    """Whether any document lies in three parts or more."""
+    return any(len(chain) > 2 for chain in part.chains)
 
 
-def cut_share(part: Partition, rank: int, pieces: int) -> list[list[tuple[int, int]]]:
+def cut(length: int, pieces: int, first: int = 1, last: int = 1) -> list[int]:
+    """Boundaries of a fragment's pieces, from 0 to its length: `pieces`, or fewer if it has too few chunks.
+
+    All of equal length, but the first or the last one so many times as long as the others (one of the two at most).
+    """
+    num_chunks = -(-length // CHUNK)
+    longer = max(first, last)
+    if longer == 1 or pieces == 1:
+        step = max(1, -(-num_chunks // pieces)) * CHUNK
+        return [*range(0, max(length, 1), step), length]
+    # What is left over makes the long one longer: the others run several after each other.
+    others = num_chunks // (pieces - 1 + longer)
+    if others == 0:
+        return [0, length]
+    start = num_chunks - (pieces - 1) * others if first > 1 else others
+    return [0, *[(start + i * others) * CHUNK for i in range(pieces - 1)], length]
+
+
+def cut_share(part: Partition, rank: int, pieces: int, ends: int = 1) -> list[list[tuple[int, int]]]:
     """Per fragment of `rank` its pieces, (first local token, one past the last); `pieces` of the largest share.
 
-    Fragments of documents that lie in one fragment stay whole.
+    Fragments get them in proportion to their length, rounded. Those of documents that lie in one fragment stay whole.
     """
     num_chunks = -(-part.max_tokens // CHUNK)
     piece_chunks = max(1, -(-num_chunks // pieces))
     found = []
     starts = part.local_cu_seqlens(rank)
     for fragment, start in zip(part.fragments[rank], starts, strict=False):
-        in_parts = len(part.chains[fragment.document]) > 1
-        bounds = cut(fragment, piece_chunks) if in_parts and pieces > 1 else [0, fragment.length]
+        bounds = [0, fragment.length]
+        if pieces > 1 and len(part.chains[fragment.document]) > 1:
+            wanted = max(1, (-(-fragment.length // CHUNK) + piece_chunks // 2) // piece_chunks)
+            bounds = cut(fragment.length, wanted, *_longer(part, fragment, ends))
         found.append([(start + a, start + b) for a, b in itertools.pairwise(bounds)])
     return found
+
+
+def _longer(part: Partition, fragment: Fragment, ends: int) -> tuple[int, int]:
+    """How long the first and last piece of a fragment of a document in parts are."""
+    length = part.cu_seqlens[fragment.document + 1] - part.cu_seqlens[fragment.document]
+    return (ends if fragment.offset == 0 else 1, ends if fragment.end == length else 1)

@@ -137,6 +137,25 @@ class Plan(NamedTuple):
         return self.fold.shape[1] > 1
 
 
+class Hears(NamedTuple):
+    """Whether a rank has a use for the exchange of the forward, and of the backward."""
+
+    forward: bool
+    backward: bool
+
+
+HEARS_ALL = Hears(True, True)
+
+
+def hears(part: Partition, rank: int) -> Hears:
+    """The forward's tells what came before a fragment, the backward's what comes after it."""
+    chains = [chain for chain in part.chains if any(place.rank == rank for place in chain)]
+    return Hears(
+        forward=any(place.rank == rank for chain in chains for place in chain[1:]),
+        backward=any(place.rank == rank for chain in chains for place in chain[:-1]),
+    )
+
+
 class _Role(NamedTuple):
     """What a fragment is to its document: its number in the chain of so many."""
 
@@ -158,8 +177,8 @@ def _roles(part: Partition) -> list[list[_Role]]:
 class _Pieces:
     """One rank's pieces: of which fragment each is, and the slots of those that are summarised."""
 
-    def __init__(self, part: Partition, rank: int, roles: list[_Role], pieces: int):
-        self.spans = cut_share(part, rank, pieces)
+    def __init__(self, part: Partition, rank: int, roles: list[_Role], pieces: int, ends: int):
+        self.spans = cut_share(part, rank, pieces, ends)
         """Per fragment its pieces (first token, one past the last)."""
         self.number: list[list[int]] = []
         """Per fragment its pieces' numbers."""
@@ -245,10 +264,10 @@ class _Sizes(NamedTuple):
     longest: int
 
 
-def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1) -> Plan:
-    """The plan of `rank`, moved to `device` in one copy; `pieces`: of the largest share of tokens."""
+def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1, ends: int = 1) -> Plan:
+    """The plan of `rank`, moved to `device` in one copy; pieces, ends: as `pieces.Cuts`."""
     links = link(part)
-    everyone = [_Pieces(part, r, roles, pieces) for r, roles in enumerate(_roles(part))]
+    everyone = [_Pieces(part, r, roles, pieces, ends) for r, roles in enumerate(_roles(part))]
     own = everyone[rank]
     # One at least, so that a rank without tokens runs the same ops.
     num_pieces = max(1, *(p.count for p in everyone))

@@ -279,7 +279,7 @@ def _segment_summary_fwd(
     p = Plan(*plan)
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     words, kept = summary_sizes(p, HV, K, V)
-    solve, factors = (None, None) if prepared is None else (prepared.solve, prepared.factors)
+    solve, factors = (None, None) if prepared is None else prepared.matrices
     found = own_summary(
         k, v, g, beta, initial_state, A_log, dt_bias, solve, factors,
         p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table, p.piece_transitions, p.fold,
@@ -331,9 +331,12 @@ def _own_gradients(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
     A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, cu_seqlens: Tensor, segments: Tensor, ends: Tensor,
-    table: Tensor, saved_table: Tensor, fold: Tensor, *, is_cut: bool, **options: Any,
+    table: Tensor, saved_table: Tensor, fold: Tensor, *scratch: Tensor, is_cut: bool, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`segment_summary_bwd`; what it reads of the plan are the backward's tables."""
+    """`segment_summary_bwd`; what it reads of the plan are the backward's tables.
+
+    scratch: of `sharing.prepare_backward`, with all that is saved; or nothing.
+    """
     chosen = Options(**options)
     q, k, v, do = (_dense(x) for x in (q, k, v, do))
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
@@ -351,7 +354,8 @@ def _own_gradients(
         saved = saved_matrices(Saved(norms, gates, solve, scores, states, updates, checkpoints), inputs)
         if saved.gates.shape[0] == 0:
             inputs, saved_table = inputs._replace(cu_seqlens=segments), table
-        summaries.segments_bwd(dstates, do, end, saved_table, inputs, saved, chosen)
+        ready = summaries.hopper.Scratch(*scratch) if scratch else None
+        summaries.segments_bwd(dstates, do, end, saved_table, inputs, saved, chosen, ready)
     else:
         end = None if dfinal_state is None else _between(rows(dfinal_state, ends))
         dstates.copy_(_initial_state_gradients(do, end, inputs, chosen)[::2].transpose(-1, -2))
@@ -374,15 +378,16 @@ def _segment_summary_bwd(
     do: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     norms: Tensor, gates: Tensor, solve: Tensor, scores: Tensor, states: Tensor, updates: Tensor, checkpoints: Tensor,
     A_log: Tensor | None, dt_bias: Tensor | None, moves: Tensor, plan: Sequence[Tensor], *, num_ranks: int,
-    **options: Any,
+    scratch: tuple[Tensor, ...] = (), **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op; `scratch` is for calls without the dispatcher (`sharing.py`)."""
     if num_ranks > 1:
         counters.count("context_exchanges")
     p = Plan(*plan)
     return own_gradients(
         do, dfinal_state, q, k, v, g, beta, norms, gates, solve, scores, states, updates, checkpoints, A_log, dt_bias,
         moves, p.cu_seqlens, p.backward_segments, p.backward_ends, p.backward_table, p.backward_saved_table,
-        p.backward_fold, is_cut=p.is_cut, **options,
+        p.backward_fold, *scratch, is_cut=p.is_cut, **options,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
-from gdn_ops.shapes import CHUNK, WHOLE_DOCUMENTS, Inputs, Options, Saved, SegmentRule, Sizes, sizes
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, SegmentRule, Sizes, sizes
 
 HEAD_SIZE = 128
 
@@ -68,23 +68,77 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
     return None
 
 
-def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Tensor:
-    """Fill the norms, gates, solve and scores of `out`, which no state goes into; returns the factors (`gates`)."""
+class Scratch(NamedTuple):
+    """What the kernels of a call read beside what is saved, for calls that come in parts (`chunk_prepare` and others).
+
+    factors: `gates`; the others are `Chunks`.
+    """
+
+    factors: Tensor
+    table: Tensor
+    segments: Tensor
+    stretches: Tensor
+    cuts: Tensor
+    totals: Tensor
+
+    @property
+    def chunks(self) -> Chunks:
+        """Where chunks and segments lie."""
+        return Chunks(*self[1:])
+
+
+def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Scratch:
+    """Fill the norms, gates, solve and scores of `out`, which no state goes into."""
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
         for x in (out.norms, out.gates, out.solve, out.scores):
             x.zero_()
-        return out.gates.new_empty((0,))
+        return Scratch(*(out.gates.new_empty((0,)) for _ in Scratch._fields))
     with on_device(inputs.q):
         q, k = _flat(inputs.q), _flat(inputs.k)
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
-        return _prepare(q, k, inputs, options, s, chunks, out.saved).factors
+        chunks = _chunks(inputs, s)
+        return Scratch(_prepare(q, k, inputs, options, s, chunks, out.saved).factors, *chunks)
 
 
-def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, factors: Tensor | None = None) -> None:
+def chunk_prepare_bwd(inputs: Inputs, saved: Saved, options: Options) -> tuple[Saved, Scratch]:
+    """Of a backward what no state goes into: `saved` with what it lacks of norms, gates, solve and scores."""
+    s = sizes(inputs)
+    if s.T * s.B == 0 or s.N == 0:
+        return saved, Scratch(*(saved.gates.new_empty((0,)) for _ in Scratch._fields))
+    with on_device(inputs.q):
+        q, k = _flat(inputs.q), _flat(inputs.k)
+        chunks = _chunks(inputs, s)
+        kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
+        norms = saved.norms if kept.norms is None else kept.norms.view(s.B, s.T, 2, s.HK)
+        filled = saved._replace(norms=norms, gates=kept.gates, solve=kept.solve, scores=kept.scores)
+        return filled, Scratch(kept.factors, *chunks)
+
+
+def chunk_states(
+    inputs: Inputs, saved: Saved, options: Options, scratch: Scratch, num_fragments: int
+) -> tuple[Tensor, Tensor] | None:
+    """States and updates of all heads for a backward that comes later, or None where it should compute them itself.
+
+    saved, scratch: of `chunk_prepare_bwd`. num_fragments: of how many fragments of documents those of `inputs` are
+    pieces; with as many documents one rank would not take its heads in groups.
+    """
+    s = sizes(inputs)
+    if s.T * s.B == 0 or s.N == 0 or saved.states.shape[0] or len(head_groups(s._replace(N=num_fragments), False)) > 1:
+        return None
+    with on_device(inputs.q):
+        q, k, v = (_flat(x) for x in inputs[:3])
+        rule = settings.segments(s)
+        kept = _prepared(saved, scratch)
+        cuts = _checked_cuts(saved, rule)
+        if rule.num_cuts > 0 and cuts.transitions is None:
+            return None
+        return _states_again(q, k, v, inputs, kept, s, scratch.chunks, cuts, range(s.HV))
+
+
+def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, scratch: Scratch | None = None) -> None:
     """Fill every tensor of `out`; `inputs` are what `unsupported_reason` accepted, scalars and states dense.
 
-    `factors`: what `chunk_prepare` returned when it filled a part of `out`.
+    `scratch`: what `chunk_prepare` returned when it filled a part of `out`.
     """
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
@@ -93,11 +147,11 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, factors
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
         rule = settings.segments(s)
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
-        if factors is None:
+        if scratch is None:
+            chunks = _chunks(inputs, s)
             kept = _prepare(q, k, inputs, options, s, chunks, out.saved if save in ("solve", "states") else None)
         else:
-            kept = _Prepared(out.norms, out.gates, factors, out.solve, out.scores)
+            chunks, kept = scratch.chunks, _prepared(out.saved, scratch)
         cuts = _Cuts.of(out.checkpoints, rule)
         leave_every = rule.stretch_chunks if cuts.num_left > 0 else 0
         keep_states = save == "states"
@@ -120,9 +174,13 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, factors
 
 
 def chunk_bwd(
-    out: Backward, do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, saved: Saved, options: Options
-) -> None:
-    """Fill every tensor of `out`, whose dq, dk and dv are [B,T,G,R,D] targets; what `saved` lacks is computed again."""
+    out: Backward, do: Tensor, dfinal_state: Tensor | None, inputs: Inputs, saved: Saved, options: Options,
+    scratch: Scratch | None = None, states_again: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Fill every tensor of `out`, whose dq, dk and dv are [B,T,G,R,D] targets; what `saved` lacks is computed again.
+
+    scratch, states_again: what `chunk_prepare_bwd`, with `saved`, and `chunk_states` returned.
+    """
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
         _backward_without_tokens(out, dfinal_state)
@@ -134,29 +192,25 @@ def chunk_bwd(
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
         rule = settings.segments(s)
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, q)
-        kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
+        if scratch is None:
+            chunks = _chunks(inputs, s)
+            kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
+        else:
+            chunks, kept = scratch.chunks, _prepared(saved, scratch)
         keep_states = saved.states.shape[0] > 0
-        if saved.checkpoints.shape[0] not in (0, 2 * rule.num_cuts + (0 if keep_states else rule.num_left)):
-            raise RuntimeError("the setting cut_documents changed between a forward and its backward")
-        cuts = _Cuts.of(saved.checkpoints, rule)
-        runs = chunks.stretches if cuts.num_left > 0 else chunks.segments
+        cuts = _checked_cuts(saved, rule)
         if rule.num_cuts > 0 and cuts.transitions is None:
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
+            elif states_again is not None:
+                states, updates = states_again
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
-        for heads in head_groups(s, keep_states):
+        for heads in head_groups(s, keep_states) if states_again is None else [range(s.HV)]:
             H = len(heads)
             if keep_states:
                 states, updates = saved.states, saved.updates
             else:
-                states = q.new_empty((s.num_chunks, H, s.V, s.K))
-                updates = q.new_empty((s.num_chunks, H, s.V, CHUNK))
-                forward(
-                    q, k, v, kept.solve, kept.scores, kept.factors, runs,
-                    initial_state=inputs.initial_state, cut_states=cuts.states,
-                    states=states, updates=updates, heads=heads,
-                )  # fmt: skip
+                states, updates = _states_again(q, k, v, inputs, kept, s, chunks, cuts, heads)
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
             sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
             d_initial_state = None if inputs.initial_state is None else out.d_initial_state
@@ -244,6 +298,16 @@ class _Prepared(NamedTuple):
 
     norms: Tensor | None
     gates: Tensor
+def _prepared(saved: Saved, scratch: Scratch) -> _Prepared:
+    norms = saved.norms.view(-1, *saved.norms.shape[2:]) if saved.norms.numel() else None
+    return _Prepared(norms, saved.gates, scratch.factors, saved.solve, saved.scores)
+
+
+def _chunks(inputs: Inputs, s: Sizes) -> Chunks:
+    rule = settings.segments(s)
+    return chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, inputs.q)
+
+
     factors: Tensor
     solve: Tensor
     scores: Tensor
@@ -322,6 +386,28 @@ class _Cuts(NamedTuple):
         rows = checkpoints.shape[0]
         if rows == 0:
             return _Cuts(None, None, 0)
+def _checked_cuts(saved: Saved, rule: SegmentRule) -> _Cuts:
+    """Those that a forward has kept."""
+    num_left = 0 if saved.states.shape[0] > 0 else rule.num_left
+    if saved.checkpoints.shape[0] not in (0, 2 * rule.num_cuts + num_left):
+        raise RuntimeError("the setting cut_documents changed between a forward and its backward")
+    return _Cuts.of(saved.checkpoints, rule)
+
+
+def _states_again(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, cuts: _Cuts,
+    heads: range,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """States and updates of a range of heads, for the backward."""
+    states = q.new_empty((s.num_chunks, len(heads), s.V, s.K))
+    updates = q.new_empty((s.num_chunks, len(heads), s.V, CHUNK))
+    forward(
+        q, k, v, kept.solve, kept.scores, kept.factors, chunks.stretches if cuts.num_left > 0 else chunks.segments,
+        initial_state=inputs.initial_state, cut_states=cuts.states, states=states, updates=updates, heads=heads,
+    )  # fmt: skip
+    return states, updates
+
+
         num_states = rows - rule.num_cuts
         transitions = checkpoints[num_states:] if rule.num_cuts > 0 else None
         return _Cuts(checkpoints[:num_states], transitions, num_states - rule.num_cuts)

@@ -46,20 +46,23 @@ def segments_fwd(
 
 def segments_bwd(
     dstates: Tensor, do: Tensor, dfinal_state: Tensor | None, table: Tensor, inputs: Inputs, saved: Saved,
-    options: Options,
+    options: Options, scratch: hopper.Scratch | None = None,
 ) -> None:  # fmt: skip
     """Fill the rows of dstates [Q,HV,V,K], transposed, with dH; dfinal_state [N,HV,K,V] by the table's documents.
 
-    `saved`: what the op kept on the same `cu_seqlens`, or tensors with zero rows. For calls that `unsupported_reason`
-    accepts and that have tokens.
+    `saved`: what the op kept on the same `cu_seqlens`, or tensors with zero rows; or both of what
+    `hopper.chunk_prepare_bwd` returned for these. For calls that `unsupported_reason` accepts and that have tokens.
     """
     s = sizes(inputs)
     with on_device(inputs.q):
         q, k, v = (hopper._flat(x) for x in inputs[:3])
-        chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
-        chunks = chunks._replace(segments=table)
-        kept = hopper._prepare(q, k, inputs, options, s, chunks, None, saved)
+        if scratch is None:
+            chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
+            kept = hopper._prepare(q, k, inputs, options, s, chunks, None, saved)
+        else:
+            chunks, kept = scratch.chunks, hopper._prepared(saved, scratch)
         begin_reverse(
-            q, k, v, hopper._addressable_gradient(do), kept.solve, kept.scores, kept.factors, chunks,
+            q, k, v, hopper._addressable_gradient(do), kept.solve, kept.scores, kept.factors,
+            chunks._replace(segments=table),
             dfinal_state=dfinal_state, cut_dstates=dstates,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import gdn_ops
 from gdn_ops import reference
-from gdn_ops.context_parallel.emulation import RankInputs, emulate
+from gdn_ops.context_parallel.emulation import RankInputs, contexts, emulate
 
 HK, HV, D = 1, 2, 16
 HEADS = (HK, HV, D)
@@ -92,10 +92,10 @@ def checkpointed(way):
     return functools.partial(checkpoint, use_reentrant=False, context_fn=context_fn)
 
 
-def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", hooks=False, pieces=None):
+def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", hooks=False, pieces=None, ends=None):
     """The same by all ranks emulated in this process; local results put together again.
 
-    pieces: of the largest rank's share, as for a context.
+    pieces: of the largest rank's share, and how long those at a document's ends are, as for a context.
     hooks: hooks and retain_grad on each rank's q, k and v that change nothing.
     """
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
@@ -117,10 +117,12 @@ def on_ranks(part, tensors, options, form="plain", save="solve", way="direct", h
             )
         )
     widths = len(RankInputs._fields)
+    cp_contexts = contexts(part, tensors["row"].device, HV, pieces, ends)
 
     def function(*flat):
         ranks = [RankInputs(*flat[i : i + widths]) for i in range(0, len(flat), widths)]
-        return emulate(part, ranks, heads=HEADS if form == "packed" else None, save=save, pieces=pieces, **options)
+        heads = HEADS if form == "packed" else None
+        return emulate(part, ranks, heads=heads, save=save, cp_contexts=cp_contexts, **options)
 
     results = checkpointed(way)(function, *(x for rank in inputs for x in rank))
     o = part.unshard([o for o, _ in results])

@@ -36,14 +36,24 @@ def test_layouts(layout, num_ranks):
 
 
 @pytest.mark.usefixtures("poison_memory")
-@pytest.mark.parametrize("num_ranks, pieces", [(2, 2), (2, 5), (3, 3), (4, 4)])
-def test_pieces(num_ranks, pieces):
+@pytest.mark.parametrize("num_ranks, pieces, ends", [(2, 2, 1), (2, 5, 1), (2, 5, 3), (3, 3, 1), (3, 3, 2), (4, 4, 1)])
+def test_pieces(num_ranks, pieces, ends):
     """A first, an inner and a last fragment of a document, each in pieces; beside documents that stay whole."""
     cu_seqlens = [0, 70, 70, 1000, 1001]
     part = partition(cu_seqlens, num_ranks)
-    counts = [make_plan(part, rank, torch.device("cpu"), pieces).cu_seqlens.diff().count_nonzero() for rank in range(2)]
+    plans = [make_plan(part, rank, torch.device("cpu"), pieces, ends) for rank in range(2)]
+    counts = [plan.cu_seqlens.diff().count_nonzero() for plan in plans]
     assert min(counts) > 2 and max(counts) >= pieces
-    check_against_recurrence(part, problems.batch(cu_seqlens), problems.OPTIONS, pieces=pieces)
+    check_against_recurrence(part, problems.batch(cu_seqlens), problems.OPTIONS, pieces=pieces, ends=ends)
+
+
+def test_programs_of_long_pieces_come_first():
+    part = partition([0, 65536], 2)
+    for rank, (long, others, either) in enumerate([(220, 73, "forward"), (220, 73, "backward")]):
+        plan = make_plan(part, rank, torch.device("cpu"), 5, 3)
+        lengths = {name: getattr(plan, f"{name}_saved_table")[:, 3].tolist() for name in ("forward", "backward")}
+        assert [x for x in lengths.pop(either) if x] == [long, *[others] * 4]
+        assert [x for name in lengths for x in lengths[name] if x] == [others] * 4
 
 
 def test_pieces_change_nothing_but_rounding_in_float64():
@@ -124,11 +134,11 @@ def partitions(draw):
     return partition(cu_seqlens, fragments=rows)
 
 
-@given(partitions(), st.integers(1, 6), st.booleans(), st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
-def test_random_partitions(part, pieces, gate, seed):
+@given(partitions(), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_random_partitions(part, pieces, ends, gate, seed):
     tensors = problems.batch(part.cu_seqlens, seed=seed, gate=gate)
-    check_against_recurrence(part, tensors, problems.OPTIONS if gate else problems.PLAIN, pieces=pieces)
+    check_against_recurrence(part, tensors, problems.OPTIONS if gate else problems.PLAIN, pieces=pieces, ends=ends)
 
 
 def test_long_chain_without_decay():
@@ -246,9 +256,10 @@ def test_gpu_layouts_are_within_the_error_budget_of_one_rank(dtype, rounding):
         tensors = {n: x.cuda() for n, x in problems.batch(cu_seqlens, dtype=dtype).items()}
         for layout in LAYOUTS:
             part = partition(cu_seqlens, 4, layout)
-            errors, one, found = gpu_errors(part, tensors, problems.OPTIONS, pieces=pieces)
+            cuts = {"pieces": pieces, "ends": 2 if layout == "contiguous" else 1}
+            errors, one, found = gpu_errors(part, tensors, problems.OPTIONS, **cuts)
             assert over_budget(errors, one, rounding) == {}, (layout, pieces)
-            again = problems.on_ranks(part, tensors, problems.OPTIONS, pieces=pieces)
+            again = problems.on_ranks(part, tensors, problems.OPTIONS, **cuts)
             assert all(torch.equal(x, again[name]) for name, x in found.items()), (layout, pieces)
 
 

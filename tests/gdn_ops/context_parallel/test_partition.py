@@ -1,5 +1,6 @@
 """Who holds which token: layouts, explicit fragments, errors, and the inverse of sharding."""
 
+import heapq
 import itertools
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from gdn_ops.context_parallel import Fragment, partition
 from gdn_ops.context_parallel.partition import LAYOUTS
-from gdn_ops.context_parallel.pieces import cut, cut_share, number_of_pieces
+from gdn_ops.context_parallel.pieces import Cuts, _rounds, cut, cut_share, cuts_by_rule, has_inner_fragments
+from gdn_ops.context_parallel.plan import hears
 
 lengths = st.lists(st.integers(0, 40), min_size=0, max_size=6)
 
@@ -133,24 +135,80 @@ def test_sharding_is_differentiable():
 
 
 def test_the_rule_for_pieces_fills_the_chip_and_leaves_short_shares_whole():
-    assert number_of_pieces(1000, 48) == number_of_pieces(1984, 48) == 1
-    # Heads times pieces are whole rounds of 132 multiprocessors, or nearly.
-    for heads in (8, 16, 32, 48, 64):
-        programs = heads * number_of_pieces(32768, heads)
-        assert programs / (132 * -(-programs // 132)) > 0.9, heads
-    assert number_of_pieces(10**6, 1) == 16
-    assert number_of_pieces(32768, None) == 8
+    assert cuts_by_rule(1000, 48) == cuts_by_rule(1984, 48) == Cuts(1, 1)
+    # All pieces equal: heads times pieces are whole rounds of 132 multiprocessors, or nearly.
+    for heads in (8, 16, 24, 32):
+        pieces, ends = cuts_by_rule(32768, heads)
+        assert ends == 1
+        assert pieces * heads / (132 * -(-pieces * heads // 132)) > 0.7, heads
+    assert cuts_by_rule(10**6, 1) == Cuts(16, 1)
+    assert cuts_by_rule(32768, None) == Cuts(8, 1)
+    assert cuts_by_rule(32768, None, pieces=3) == Cuts(3, 1)
+    # 48 long chains leave 84 multiprocessors, on which the others' run three in a row, then one on all.
+    assert cuts_by_rule(32768, 48) == cuts_by_rule(32768, 48, pieces=5) == Cuts(5, 3)
+    assert cuts_by_rule(32768, 48, pieces=4) == Cuts(4, 2)
+    assert has_inner_fragments(partition([0, 900], 3)) and not has_inner_fragments(partition([0, 900], 2))
+    assert cuts_by_rule(32768, 48, has_inner=True).pieces == 5
 
 
-@given(st.integers(0, 3000), st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
-def test_cuts_are_at_whole_chunks_and_cover_a_fragment(length, piece_chunks):
-    bounds = cut(Fragment(0, 0, length), piece_chunks)
+@given(st.integers(0, 300), st.integers(1, 4), st.integers(0, 600))
+def test_rounds_are_those_of_programs_that_start_in_order(num_long, length, num_others):
+    """As a chip takes them: the next program goes to the multiprocessor that is free first."""
+    free = [0] * 132
+    for size in (*[length] * num_long, *[1] * num_others):
+        heapq.heappush(free, heapq.heappop(free) + size)
+    assert _rounds(num_long, length, num_others) == max(free)
+
+
+@given(st.integers(0, 5000), st.integers(1, 16), st.integers(1, 4), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_cuts_are_at_whole_chunks_and_cover_a_fragment(length, pieces, longer, is_first):
+    bounds = cut(length, pieces, *((longer, 1) if is_first else (1, longer)))
     assert bounds[0] == 0 and bounds[-1] == length
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     assert all(bound % 64 == 0 for bound in bounds[:-1])
     assert all(size > 0 for size in lengths) or lengths == [0]
-    assert max(lengths) <= 64 * max(2 * piece_chunks - 1, 1)
+    assert len(lengths) <= pieces
+    chunks = [-(-size // 64) for size in lengths]
+    assert sum(chunks) == -(-length // 64)
+    if longer == 1 or pieces == 1:
+        assert max(chunks) <= -(-sum(chunks) // pieces)
+    elif len(lengths) > 1:
+        assert len(lengths) == pieces
+        long, *others = chunks if is_first else chunks[::-1]
+        assert len(set(others)) == 1
+        assert longer * others[0] <= long < longer * (others[0] + 1) + pieces
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_s_pieces_cover_its_tokens_once(layout):
+    part = partition([0, 40, 5000, 5000, 9001], 3, layout)
+    for pieces, ends in ((1, 1), (4, 1), (4, 3), (16, 2)):
+        for rank in range(3):
+            spans = cut_share(part, rank, pieces, ends)
+            flat = [x for fragment in spans for x in fragment]
+            assert [a for a, _ in flat] == [0, *(b for _, b in flat[:-1])]
+            assert flat[-1][1] == part.tokens(rank)
+            assert all((a - fragment[0][0]) % 64 == 0 for fragment in spans for a, _ in fragment)
+
+
+def test_only_the_first_and_the_last_piece_of_a_document_are_longer():
+    part = partition([0, 3 * 64 * 60], 3)
+    lengths = [[(b - a) // 64 for a, b in cut_share(part, rank, 4, 2)[0]] for rank in range(3)]
+    assert lengths == [[24, 12, 12, 12], [15, 15, 15, 15], [12, 12, 12, 24]]
+    part = partition([0, 64 * 120], 2, "zigzag")  # rank 0 has both ends
+    lengths = [[[(b - a) // 64 for a, b in spans] for spans in cut_share(part, rank, 4, 2)] for rank in range(2)]
+    assert lengths == [[[20, 10], [10, 20]], [[15, 15, 15, 15]]]
+
+
+def test_who_has_a_use_for_an_exchange():
+    part = partition([0, 10, 100], 3)
+    assert [tuple(hears(part, rank)) for rank in range(3)] == [(False, True), (True, True), (True, False)]
+    # All of a document in one part: nobody's words.
+    whole = partition([0, 10, 20, 30], fragments=[[(0, 0, 10)], [(1, 0, 5), (2, 0, 10)], [(1, 5, 5)]])
+    assert [tuple(hears(whole, rank)) for rank in range(3)] == [(False, False), (False, True), (True, False)]
+    # A rank that has a document's parts hears itself.
+    assert hears(partition([0, 10], fragments=[[(0, 5, 5), (0, 0, 5)]]), 0) == (True, True)
 
 
 def test_pieces_are_those_of_documents_in_parts_only():

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import gdn_ops
 from gdn_ops import settings
-from gdn_ops.context_parallel import RecomputeHandle, causal_conv1d, conv, partition, path
+from gdn_ops.context_parallel import RecomputeHandle, causal_conv1d, partition, path
 
 CU_SEQLENS = [0, 66, 66, 67, 131, 300]
 SHARED = ("final_state", "initial_state", "A_log", "dt_bias")
@@ -55,7 +55,9 @@ class Rank:
         self.options = problems.OPTIONS if gate else problems.PLAIN
         self.part = partitioned(layout, self.num_ranks)
         self.tensors = {n: x.to(device) for n, x in problems.batch(CU_SEQLENS, dtype=dtype, gate=gate).items()}
-        self.context = self.part.context(self.rank, group or dist.group.WORLD, device, exchange=exchange, pieces=pieces)
+        self.context = self.part.context(
+            self.rank, group or dist.group.WORLD, device, exchange=exchange, pieces=pieces, ends=2 if pieces > 1 else 1
+        )
 
     def op(self, row, g, beta, initial_state, A_log=None, dt_bias=None, form="plain", handle=None):
         """The op on this rank's rows, spelled in one of six ways."""
@@ -130,17 +132,17 @@ def differing(first, second):
 @contextlib.contextmanager
 def sent_bytes():
     """The bytes of each message that context parallelism sends meanwhile."""
-    sizes, gather = [], path.gather
+    sizes, start = [], path.Gathering.start
 
     def counted(told, *args):
         sizes.append(told.numel() * told.element_size())
-        return gather(told, *args)
+        return start(told, *args)
 
-    path.gather, conv.gather = counted, counted
+    path.Gathering.start = staticmethod(counted)
     try:
         yield sizes
     finally:
-        path.gather, conv.gather = gather, gather
+        path.Gathering.start = staticmethod(start)
 
 
 def case_layouts(device, dtype):

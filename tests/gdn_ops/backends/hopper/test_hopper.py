@@ -250,7 +250,7 @@ def test_summaries_of_whole_documents_have_the_bits_of_a_call() -> None:
         chunk += length
     nothing = [(0, 0, 0, 0, -1, -1, -1, 0)] * len(forward)
     table = torch.tensor([*forward, *nothing], dtype=torch.int32, device="cuda")
-    for prepared in (None, (out.solve, hopper.chunk_prepare(out, inputs, options))):
+    for prepared in (None, (out.solve, hopper.chunk_prepare(out, inputs, options).factors)):
         states = torch.full_like(out.final_state, float("nan"))
         summaries.segments_fwd(states, torch.empty_like(states), table, inputs, options, prepared)
         assert torch.equal(states.mT, out.final_state)
@@ -259,4 +259,8 @@ def test_summaries_of_whole_documents_have_the_bits_of_a_call() -> None:
         gradients = torch.full_like(states, float("nan"))
         table = torch.tensor(backward, dtype=torch.int32, device="cuda")
         summaries.segments_bwd(gradients, do, dfinal, table, inputs, saved, options)
+        assert torch.equal(gradients.mT, grads.d_initial_state)
+        gradients.fill_(float("nan"))
+        prepared = hopper.chunk_prepare_bwd(inputs, saved, options)
+        summaries.segments_bwd(gradients, do, dfinal, table, inputs, prepared[0], options, prepared[1])
         assert torch.equal(gradients.mT, grads.d_initial_state)

@@ -187,7 +187,10 @@ BATCHES = (
 HK, HV, TOKENS = 1, 2, 700
 SHARED = {
     "_prepare": (sharing._prepare, sharing._PREPARE_NAMES),
-    "_forward": (sharing._forward, sharing._FORWARD_NAMES),
+    "_forward": (sharing._forward, sharing._ALL_NAMES),
+    "_prepare_backward": (sharing._prepare_backward, sharing._PREPARE_NAMES),
+    "_states": (sharing._states, sharing._ALL_NAMES),
+    "_gradients": (sharing._gradients, sharing._GRADIENTS_NAMES),
 }
 
 
@@ -241,14 +244,17 @@ def test_the_plans_of_summaries_launch_what_their_host_code_launches(
             else:
                 run, names = segments._IMPLEMENTATIONS[name].part, segments._IMPLEMENTATIONS[name].names.split()
             for args, options in calls:
-                assert len(args) == len(names)
+                assert len(args) >= len(names)
                 counts[name] = compare(run, args, options, monkeypatch)
     assert counts == {
         "_prepare": 3,  # chunks, gates, matrices
         "segment_summary_fwd": 2,  # recurrence, walk
-        "_forward": 3,  # chunks, recurrence, zeros after the last document
+        "_forward": 2,  # recurrence, zeros after the last document
         "segment_combine": 1,  # a walk
-        "segment_summary_bwd": 4,  # chunks, gates, recurrence, walk
+        "_prepare_backward": 2,  # chunks, gates
+        "segment_summary_bwd": 2,  # recurrence, walk
+        "_states": 1,  # recurrence
+        "_gradients": 4,  # recurrence, gradients, epilogue, zeros after the last document
     }
 
 
@@ -258,6 +264,7 @@ def test_the_plans_of_a_summary_that_shares_nothing(
     """As in a graph."""
     state, do = torch.zeros(2, HV, D, D), torch.zeros(1, TOKENS, HV, D, dtype=torch.bfloat16)
     monkeypatch.setattr(path, "prepare", lambda call: None)
+    monkeypatch.setattr(path, "prepare_backward", lambda call, saved: None)
     with settings.configure(fast_calls=True):
         monkeypatch.setattr(launching.recording, "recorder", Launches())
         context_step(BATCHES[0].context(0, device="cpu", pieces=6), state, do)
@@ -265,6 +272,10 @@ def test_the_plans_of_a_summary_that_shares_nothing(
         ((args, options),) = context_calls["segment_summary_fwd"]
         # chunks, gates, matrices, recurrence, walk
         assert compare(op.part, args, options, monkeypatch) == 5
+        op = segments._IMPLEMENTATIONS["segment_summary_bwd"]
+        ((args, options),) = context_calls["segment_summary_bwd"]
+        # chunks, gates, recurrence, walk
+        assert compare(op.part, args, options, monkeypatch) == 4
 
 
 def test_a_second_step_repeats_the_launches_of_the_first_with_another_batch_s_tables(
