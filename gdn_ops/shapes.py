@@ -64,6 +64,26 @@ class Saved(NamedTuple):
     checkpoints: Tensor
 
 
+class Stage(NamedTuple):
+    """What steps of walks S <- M S + H read: sources (H) [blocks,rows,HV,K,V], or [blocks,rows,HV,V,K] if transposed,
+    and moves (M) [blocks,rows,HV,K,K]. A row's number counts over blocks, which may be any distance apart."""
+
+    sources: Tensor
+    moves: Tensor
+    num_steps: int
+    sources_transposed: bool
+    moves_transposed: bool
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of each the rows of a block, and elements from block to block and from row to row."""
+        return tuple(
+            number
+            for x in (self.sources, self.moves)
+            for number in (max(x.shape[1], 1), x.stride(0), x.stride(1))
+        )  # fmt: skip
+
+
 class Sizes(NamedTuple):
     """Every size of one call. T, B, N may be symbolic while a graph is traced; head counts and sizes are ints."""
 

@@ -34,7 +34,7 @@ from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.ops import _load, _on_cpu, backend_for, kernels, lib
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
 from gdn_ops.repeats import pinned, remembered
-from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, accumulator_dtype
+from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Stage, accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
@@ -138,20 +138,20 @@ def _blocks(flat: Tensor, num_blocks: int, start: int, shape: tuple[int, int, in
     return flat.view(num_blocks, -1)[:, start : start + count].unflatten(1, shape)
 
 
-class Stage(NamedTuple):
-    """What steps of paths read: sources [blocks,rows,HV,K,V] or transposed, and moves [blocks,rows,HV,K,K]."""
+def _matrices(stage: Stage, source: Tensor, move: Tensor) -> tuple[Tensor, Tensor]:
+    """H and M of these rows, in float64: torch may be allowed to compute float32 products in TF32."""
+    own, moves = rows(stage.sources.flatten(0, 1), source), rows(stage.moves.flatten(0, 1), move)
+    own = own.mT if stage.sources_transposed else own
+    return own.double(), (moves.mT if stage.moves_transposed else moves).double()
 
-    sources: Tensor
-    moves: Tensor
-    num_steps: int
-    sources_transposed: bool
-    moves_transposed: bool
 
-    def of(self, source: Tensor, move: Tensor) -> tuple[Tensor, Tensor]:
-        """H and M of these rows, in float64: torch may be allowed to compute float32 products in TF32."""
-        own, moves = rows(self.sources.flatten(0, 1), source), rows(self.moves.flatten(0, 1), move)
-        own = own.mT if self.sources_transposed else own
-        return own.double(), (moves.mT if self.moves_transposed else moves).double()
+def _walk_kernels(out: Tensor, stages: Sequence[Stage]) -> Any:
+    """The module whose kernel walks to `out`, the fastest one, or None: then torch operations do it."""
+    kernel = _states_kernels(out)
+    if kernel is None:
+        return None
+    fastest = _load("hopper.walk")
+    return fastest if fastest.supports(out, stages) else kernel
 
 
 def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tensor, *stages: Stage) -> None:
@@ -163,7 +163,7 @@ def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tenso
     """
     if steps.numel() == 0:
         return
-    kernel = _states_kernels(out)
+    kernel = _walk_kernels(out, stages)
     if kernel is not None:
         kernel.walk(out, None if states is None else states.contiguous(), starts, steps, stages)
         return
@@ -175,7 +175,7 @@ def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tenso
     found = torch.cat([out, out.new_empty((1, *out.shape[1:]))])
     each = [stage for stage in stages for _ in range(stage.num_steps)]
     for stage, (source, move, output) in zip(each, steps.long().permute(1, 2, 0), strict=True):
-        own, moves = stage.of(source, move)
+        own, moves = _matrices(stage, source, move)
         # No M is no product: 0 times what is not finite would be.
         moved = torch.where((move >= 0).view(-1, 1, 1, 1), torch.matmul(moves, state), 0)
         state = torch.where((source >= 0).view(-1, 1, 1, 1), moved + own, state)

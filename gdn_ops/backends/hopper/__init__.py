@@ -10,7 +10,6 @@ What the caller gives is read where it lies, through TMA descriptors; nothing is
 gradient targets that no descriptor can describe.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from gdn_ops.backends.hopper.epilogue import epilogue, gate_sums
 from gdn_ops.backends.hopper.forward import begin, forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
+from gdn_ops.backends.hopper.launch import is_hopper as _is_hopper
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
 from gdn_ops.backends.hopper.segments import combine
@@ -40,11 +40,6 @@ group still has this many documents times heads, so that the sequential kernels 
 
 16/48 heads, 32768 tokens in five documents: 2.0 GB of scratch become 1.0.
 """
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def unsupported_reason(inputs: Inputs, options: Options) -> str | None:

@@ -27,6 +27,12 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is what these kernels are written for."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 

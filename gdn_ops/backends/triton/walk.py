@@ -17,7 +17,6 @@ Grid: (rows, elements of a row / BLOCK).
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends import launching
+from gdn_ops.backends.early import wait_for_earlier
+from gdn_ops.shapes import Stage
 
 # Letters: HV value heads, K key head size, V value head size, BV value columns of a program, Q rows of a quarter of M.
 
@@ -111,7 +112,9 @@ def _walk_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_STARTS: tl.constexpr,
     SOURCES_TRANSPOSED: tl.constexpr, MOVES_TRANSPOSED: tl.constexpr, HAS_LATER: tl.constexpr,
     LATER_SOURCES_TRANSPOSED: tl.constexpr, LATER_MOVES_TRANSPOSED: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     path = tl.program_id(0) // HV
     h = tl.program_id(0) % HV
     offs_v = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -136,7 +139,10 @@ def _walk_kernel(
 
 
 @triton.jit
-def _place_kernel(out_ptr, x_ptr, index_ptr, row_size, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _place_kernel(
+    out_ptr, x_ptr, index_ptr, row_size, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0
+):  # fmt: skip
+    wait_for_earlier(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < row_size
@@ -167,27 +173,7 @@ def place(out: Tensor, x: Tensor | None, index: Tensor) -> None:
         launching.launch(_place_kernel, grid, (out, x if has_rows else None, index, row_size), options)
 
 
-class Stage(NamedTuple):
-    """What steps of paths read: sources [blocks,rows,HV,K,V], or [blocks,rows,HV,V,K] if transposed, and moves
-    [blocks,rows,HV,K,K]. A row's number counts over blocks, which may be any distance apart."""
-
-    sources: Tensor
-    moves: Tensor
-    num_steps: int
-    sources_transposed: bool
-    moves_transposed: bool
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """As the kernel takes them: of each the rows of a block, and elements from block to block, from row to row."""
-        return tuple(
-            number
-            for x in (self.sources, self.moves)
-            for number in (max(x.shape[1], 1), x.stride(0), x.stride(1))
-        )  # fmt: skip
-
-
-def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tensor, stages: Sequence[Any]) -> None:
+def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tensor, stages: Sequence[Stage]) -> None:
     """Write the states along every path to rows of `out` [rows,HV,K,V]; rows that no step names stay as they are.
 
     starts int32 [paths]: the row of states [N,HV,K,V] that a path starts from (-1, or neither given: from zero).
@@ -199,7 +185,7 @@ def walk(out: Tensor, states: Tensor | None, starts: Tensor | None, steps: Tenso
     if not num_paths or not num_steps:
         return
     block = min(_VALUE_COLUMNS, V)
-    first, *later = (Stage(*stage) for stage in stages)
+    first, *later = stages
     other = later[0] if later else first
     has_starts = states is not None and starts is not None and states.shape[0] > 0
     args = (

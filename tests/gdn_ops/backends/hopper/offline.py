@@ -17,9 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from gdn_ops.backends import early, hopper, launching
 from gdn_ops.backends.hopper import summaries
+from gdn_ops.backends.hopper import walk as walk_tma
 from gdn_ops.backends.triton import walk
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, gradient_target
-from gdn_ops.shapes import Inputs, Options, packed_layouts, packed_width
+from gdn_ops.shapes import Inputs, Options, Stage, packed_layouts, packed_width
 
 
 class _OfflineDriver:
@@ -120,8 +121,9 @@ def compile_case(
             states, table = empty(4, HV, D, D), empty(5, 8, dtype=torch.int32)
             summaries.segments_fwd(states, states, table, inputs, options)
             summaries.segments_bwd(states, do, None, table[1:], inputs, out.saved, options)
-            stages = [walk.Stage(states[None], states[None], 1, is_first, not is_first) for is_first in (True, False)]
-            walk.walk(states, states, table[:, 0], empty(5, 2, 3, dtype=torch.int32), stages)
+            stages = [Stage(states[None], states[None], 1, is_first, not is_first) for is_first in (True, False)]
+            for kernel in (walk, walk_tma):
+                kernel.walk(states, states, table[:, 0], empty(5, 2, 3, dtype=torch.int32), stages)
     finally:
         JITFunction.run = run
         hopper.gradients.__globals__["multiprocessors"] = multiprocessors
