@@ -5,7 +5,9 @@ products (at once), mbarriers with their phases, arrivals and bytes, and a warp-
 threads that wait for each other by those barriers alone. So indices, masks, phases, barrier counts and rounding are
 checked without a GPU; layouts, swizzles, registers and the hardware's own memory ordering are not.
 
-Shared memory starts as NaN. A pointer that leaves its tensor's storage and a barrier nobody completes raise.
+Shared memory starts as NaN. A pointer that leaves its tensor's storage and a barrier nobody completes raise. So does a
+kernel that may start before earlier ones have ended (`early.py`), and in one of its programs touches memory or ends
+before it has waited for them.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from gdn_ops.backends import launching
+from gdn_ops.backends import early, launching
 from gdn_ops.backends.hopper import gradients
 
 _DEADLOCK_SECONDS = 20.0
@@ -29,7 +31,8 @@ _MULTIPROCESSORS = 3
 _changed = threading.Condition()
 """Held while a barrier changes; notified after."""
 _place = threading.local()
-"""`program`: this thread's program ids; `failed`: what stops the other partitions of a program that raised."""
+"""`program`: this thread's program ids; `failed`: what stops the other partitions of a program that raised; `waited`:
+whether the program has waited for earlier kernels."""
 
 
 class Block(torch.Tensor):
@@ -76,6 +79,7 @@ class _Pointer:
         return _Pointer(self.memory, self.offset[index])
 
     def _where(self, mask: Any) -> tuple[Tensor, Tensor]:
+        assert _place.waited, "memory is touched before earlier kernels have ended"
         at, mask = torch.broadcast_tensors(torch.as_tensor(self.offset).long(), torch.as_tensor(mask, dtype=torch.bool))
         assert not (mask & ((at < 0) | (at >= self.memory.numel()))).any(), "a pointer leaves its tensor's storage"
         return torch.where(mask, at, 0), mask
@@ -125,6 +129,7 @@ class _Descriptor:
 
     def tiles(self, corner: list[Any], tile: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of tensor and tile that lie on each other."""
+        assert _place.waited, "memory is touched before earlier kernels have ended"
         rows, cols = (int(x) for x in corner)
         assert tuple(tile.shape) == self.block, "tile and descriptor differ in shape"
         part = self.data[max(rows, 0) : rows + self.block[0], max(cols, 0) : cols + self.block[1]]
@@ -253,6 +258,13 @@ def _dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str |
     return _block(_product(a, b) if acc is None else acc + _product(a, b))
 
 
+def _inline_asm(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> None:
+    assert not is_pure, "what is pure may be moved or left out"
+    assert asm.startswith("griddepcontrol.")
+    if asm.startswith("griddepcontrol.wait"):
+        _place.waited = True
+
+
 def _arange(start: int, end: int, layout: Any = None) -> Block:
     return _block(torch.arange(start, end))
 
@@ -266,6 +278,7 @@ class _Language:
     load = staticmethod(lambda at, **options: at.load(**options))
     store = staticmethod(lambda at, value, **options: at.store(value, **options))
     arange = staticmethod(_arange)
+    inline_asm_elementwise = staticmethod(_inline_asm)
     program_id = staticmethod(lambda axis: _block(_place.program[axis]))
     full = staticmethod(lambda shape, value, dtype, layout=None: _block(torch.full(shape, value, dtype=dtype)))
     zeros = staticmethod(lambda shape, dtype: _block(torch.zeros(shape, dtype=dtype)))
@@ -344,12 +357,16 @@ class _Emulator:
         given = [_argument(x) for x in args]
         names = kernel.arg_names
         constants = {name: x for name, x in options.items() if name in names}
+        starts_early = names[-1] == early.PARAMETER
+        if starts_early:
+            constants[early.PARAMETER] = early._RELEASES
         recording, launching.recording.recorder = launching.recording.recorder, None
         try:
             for program in itertools.product(*(range(n) for n in grid)):
-                _place.program, _place.failed = program, []
+                _place.program, _place.failed, _place.waited = program, [], not starts_early
                 _barriers.clear()
                 run(*given, **constants)
+                assert _place.waited, "a program ends before earlier kernels have"
         finally:
             launching.recording.recorder = recording
 

@@ -151,7 +151,9 @@ def accesses_ahead_of_the_wait(ptx: str) -> list[str]:
     By the text, in which blocks of a warp-specialised kernel that come earlier run later: those of the other warps,
     which are started behind the wait, are left out.
     """
-    ahead = ptx.partition("griddepcontrol.wait")[0]
+    ahead, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return []
     return re.findall(r"\b(?:ld|st|atom|red)\.global\S*|\bcp\.\S*|\bprefetch\S*|\btensormap\S*|\bret\b", ahead)
 
 

@@ -26,22 +26,26 @@ LONG = [
     "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
 """With cut documents: ends and summaries, their combination, and the rest, forward and backward."""
-TENSOR_CORE_KERNELS = {"_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_walk_tma_kernel"}
+TENSOR_CORE_KERNELS = {"_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
 
 
-def compile_offline(*cases: str, triton_path: str | None = None) -> list[dict]:
+def compile_offline(*cases: str, triton_path: str | None = None, early: bool = True) -> list[dict]:
     root = str(HERE.parents[3])
     paths = [triton_path, root] if triton_path else [root]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GDN_OPS_CUT_DOCUMENTS": "1"}
     done = subprocess.run(
-        [sys.executable, str(HERE / "offline.py"), *cases], env=environment, capture_output=True, text=True, timeout=500
-    )
+        [sys.executable, str(HERE / "offline.py"), *cases, "--early", "2" if early else "0"],
+        env=environment, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def check(kernels: list[dict]) -> None:
+def check(kernels: list[dict], early: bool = True) -> None:
     for kernel in kernels:
+        assert kernel["early"] == early, kernel
+        assert kernel["waits"] == kernel["releases"] == int(early), kernel
+        assert kernel["ahead"] == [], "memory is touched, or a program ends, before earlier kernels have ended"
         assert kernel["target"] == 90
         assert kernel["shared"] <= SHARED_MEMORY_OF_SM_90, kernel
         assert (kernel["wgmma"] > 0) == (kernel["name"] in TENSOR_CORE_KERNELS), kernel
@@ -63,6 +67,11 @@ def test_kernels_compile_for_sm_90() -> None:
 @pytest.mark.slow
 def test_every_case_compiles_for_sm_90() -> None:
     check(compile_offline("states", "stretches_full", "long_full", "states_only", "half"))
+
+
+@pytest.mark.slow
+def test_kernels_of_ordinary_launches_know_nothing_of_earlier_ones() -> None:
+    check(compile_offline("plain", early=False), early=False)
 
 
 @pytest.mark.slow
