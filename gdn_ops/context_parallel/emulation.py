@@ -60,6 +60,7 @@ class _Emulated(torch.autograd.Function):
         kept = [x for rank in heard for x in ((None, None) if rank is None else (rank.told, rank.moves))]
         ctx.save_for_backward(*tensors, *kept, *states, *(x for *_, saved in results for x in saved))
         ctx.meta = plans, ranks, options, heads
+        ctx.tables = [() if x is None else x.tables for x in prepared]
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
         if not final:
@@ -83,7 +84,7 @@ class _Emulated(torch.autograd.Function):
             dfinals = grads[1::2]
             kept_of = [tuple(saved[count * i : count * i + count]) for i in range(R)]
             heard: list[Heard | None] = [None] * R
-            prepared = [path.prepare_backward(*x) for x in zip(calls, kept_of, strict=True)]
+            prepared = [path.prepare_backward(*x) for x in zip(calls, kept_of, ctx.tables, strict=True)]
             if calls[0].linked:
                 given = zip(calls, dos, dfinals, kept_of, moves, prepared, strict=True)
                 told = [path.backward_summary(*x) for x in given]

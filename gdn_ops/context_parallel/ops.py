@@ -76,8 +76,8 @@ _Received = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def _run(
     call: Call, kwargs: dict[str, Any], received: _Received
-) -> tuple[tuple[Tensor, ...], Tensor | None, Heard | None]:
-    """The op's outputs without the last three, the pieces' states, and the exchange."""
+) -> tuple[tuple[Tensor, ...], Tensor | None, Heard | None, tuple[Tensor, ...]]:
+    """The op's outputs without the last three, the pieces' states, the exchange, and tables for the backward."""
     states, told, moves = received
     heard = None if told is None or moves is None else Heard(told, moves[:0], moves)
     prepared = pending = None
@@ -91,7 +91,7 @@ def _run(
     )
     if pending is not None:
         pending.wait()
-    return (o, final_state, *saved), states, heard
+    return (o, final_state, *saved), states, heard, () if prepared is None else prepared.tables
 
 
 def _tell(call: Call, kwargs: dict[str, Any], prepared: Prepared | None = None) -> tuple[Heard, Gathering | None]:
@@ -137,7 +137,7 @@ class _ContextFwd(torch.autograd.Function):
         split = num_operands + 5
         with torch._C._AutoDispatchBelowAutograd():
             call = _call(num_operands, tensors[:split], plan, kwargs, plain)
-            out, states, heard = _run(call, kwargs, tensors[split:])
+            out, states, heard, ctx.tables = _run(call, kwargs, tensors[split:])
             result = out[:2] if plain else _outputs(call, out, states, heard)
         keep = kwargs["exchange"] == "saved" or not call.linked
         told, moves = (None, None) if heard is None or not keep else (heard.told, heard.moves)
@@ -183,7 +183,7 @@ def _gradients(
         heard, before = _tell(call, kwargs)
         states, told, moves = path.received_states(call, heard), heard.told, heard.moves
     assert moves is not None
-    prepared = path.prepare_backward(call, saved)
+    prepared = path.prepare_backward(call, saved, ctx.tables)
     words = path.backward_summary(call, do, dfinal_state, saved, moves, prepared)
     pending = _send(words, kwargs, _BACKWARD_WORDS)
     waits = _hears(call, kwargs).backward
@@ -234,7 +234,7 @@ def _below(num_operands: int) -> Any:
         *tensors, plan = args
         split = num_operands + 5
         call = _call(num_operands, tuple(tensors[:split]), Plan(*plan), kwargs)
-        return _outputs(call, *_run(call, kwargs, tuple(tensors[split:])))  # type: ignore[arg-type]
+        return _outputs(call, *_run(call, kwargs, tuple(tensors[split:]))[:3])  # type: ignore[arg-type]
 
     return run
 

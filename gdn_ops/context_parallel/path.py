@@ -133,15 +133,18 @@ def prepare(call: Call) -> Prepared | None:
     return sharing.prepare(*operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options)
 
 
-def prepare_backward(call: Call, saved: tuple[Tensor, ...]) -> Prepared | None:
-    """The same of a backward; with all that is saved, as if the forward had kept it. `saved`: what it did keep."""
+def prepare_backward(call: Call, saved: tuple[Tensor, ...], tables: tuple[Tensor, ...] = ()) -> Prepared | None:
+    """The same of a backward; with all that is saved, as if the forward had kept it.
+
+    saved: what it did keep. tables: those of what was prepared for it, if anything was.
+    """
     if not (call.plain and call.linked):
         return None
     operands = call.operands()
     if not all(map(is_dense_last, operands)):
         return None
     return sharing.prepare_backward(
-        saved, *operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options
+        saved, tables, *operands, call.g, call.beta, call.plan.cu_seqlens, call.A_log, call.dt_bias, **call.options
     )
 
 

@@ -37,6 +37,11 @@ class Prepared(NamedTuple):
         """solve and factors."""
         return self.saved[2], self.scratch[0]
 
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Where chunks lie: a few KB, for the backward too."""
+        return self.scratch[1:]
+
 
 _KEPT = ("solve", "states")
 _NUM_SHARED = 4
@@ -78,17 +83,20 @@ def _forward(
 
 def _prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, A_log: Tensor | None,
-    dt_bias: Tensor | None, *saved: Tensor, **options: Any,
+    dt_bias: Tensor | None, *tensors: Tensor, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The scratch; before it norms, gates, solve and scores, if the forward has kept none."""
+    """The scratch, or its factors if tensors have the tables after what is saved; before it norms, gates, solve and
+    scores, if the forward has kept none."""
     inputs, chosen = _ready(Inputs(q, k, v, g, beta, None, cu_seqlens, A_log, dt_bias)), Options(**options)
     backend = backend_for(inputs, chosen)
     if not hasattr(backend, "chunk_prepare_bwd"):
         return ()
-    found, scratch = backend.chunk_prepare_bwd(inputs, saved_matrices(Saved(*saved), inputs), chosen)
-    if saved[1].shape[0]:
-        return tuple(scratch)
-    return *(x.flatten(-2) if x.dim() == 4 else x for x in found[:_NUM_SHARED]), *scratch
+    saved, tables = _split(tensors)
+    found, scratch = backend.chunk_prepare_bwd(inputs, saved_matrices(saved, inputs), chosen, tables)
+    made = scratch[:1] if tables else tuple(scratch)
+    if saved.gates.shape[0]:
+        return made
+    return *(x.flatten(-2) if x.dim() == 4 else x for x in found[:_NUM_SHARED]), *made
 
 
 def _states(
@@ -170,15 +178,20 @@ def forward(*args: Any, save: str, **options: Any) -> tuple[Tensor, ...]:
     return o, final_state, *kept, *states
 
 
-def prepare_backward(saved: tuple[Tensor, ...], *tensors: Any, **options: Any) -> Prepared | None:
-    """What can be shared of a backward; tensors as for `prepare`, saved: what the forward kept."""
+def prepare_backward(
+    saved: tuple[Tensor, ...], tables: tuple[Tensor, ...], *tensors: Any, **options: Any
+) -> Prepared | None:
+    """What can be shared of a backward; tensors as for `prepare`.
+
+    saved: what the forward kept. tables: those of what it prepared, or none.
+    """
     run = _prepare_backward_again if tensors[0].is_cuda else _prepare_backward
-    found = run(*tensors, *saved, **options)
+    found = run(*tensors, *saved, *tables, **options)
     if not found:
         return None
     if saved[1].shape[0]:
-        return Prepared(saved, found)
-    return Prepared((*found[:_NUM_SHARED], *saved[_NUM_SHARED:]), found[_NUM_SHARED:])
+        return Prepared(saved, (*found, *tables))
+    return Prepared((*found[:_NUM_SHARED], *saved[_NUM_SHARED:]), (*found[_NUM_SHARED:], *tables))
 
 
 def states(prepared: Prepared, *tensors: Any, num_fragments: int, **options: Any) -> tuple[Tensor, ...]:

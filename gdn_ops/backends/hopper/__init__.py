@@ -10,6 +10,7 @@ What the caller gives is read where it lies, through TMA descriptors; nothing is
 gradient targets that no descriptor can describe.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ group still has this many documents times heads, so that the sequential kernels 
 
 16/48 heads, 32768 tokens in five documents: 2.0 GB of scratch become 1.0.
 """
+
+
+_SETTING_CHANGED = "the setting cut_documents changed between a forward and its backward"
 
 
 def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
@@ -95,14 +99,23 @@ def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Scratch:
         return Scratch(_prepare(q, k, inputs, options, s, chunks, out.saved).factors, *chunks)
 
 
-def chunk_prepare_bwd(inputs: Inputs, saved: Saved, options: Options) -> tuple[Saved, Scratch]:
-    """Of a backward what no state goes into: `saved` with what it lacks of norms, gates, solve and scores."""
+def chunk_prepare_bwd(
+    inputs: Inputs, saved: Saved, options: Options, tables: Sequence[Tensor] = ()
+) -> tuple[Saved, Scratch]:
+    """Of a backward what no state goes into: `saved` with what it lacks of norms, gates, solve and scores.
+
+    `tables`: of the forward's scratch all but the factors, if they were kept.
+    """
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
         return saved, Scratch(*(saved.gates.new_empty((0,)) for _ in Scratch._fields))
     with on_device(inputs.q):
         q, k = _flat(inputs.q), _flat(inputs.k)
-        chunks = _chunks(inputs, s)
+        chunks = Chunks(*tables) if tables else _chunks(inputs, s)
+        rule = settings.segments(s)
+        num_segments = s.N + rule.num_cuts
+        if (len(chunks.segments), len(chunks.stretches)) != (num_segments, num_segments + rule.num_left):
+            raise RuntimeError(_SETTING_CHANGED)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
         norms = saved.norms if kept.norms is None else kept.norms.view(s.B, s.T, 2, s.HK)
         filled = saved._replace(norms=norms, gates=kept.gates, solve=kept.solve, scores=kept.scores)
@@ -197,13 +210,13 @@ def chunk_bwd(
         if rule.num_cuts > 0 and cuts.transitions is None:
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
-            elif states_again is not None:
-                states, updates = states_again
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
         for heads in head_groups(s, keep_states) if states_again is None else [range(s.HV)]:
             H = len(heads)
             if keep_states:
                 states, updates = saved.states, saved.updates
+            elif states_again is not None:
+                states, updates = states_again
             else:
                 states, updates = _states_again(q, k, v, inputs, kept, s, chunks, cuts, heads)
             dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
@@ -293,6 +306,11 @@ class _Prepared(NamedTuple):
 
     norms: Tensor | None
     gates: Tensor
+    factors: Tensor
+    solve: Tensor
+    scores: Tensor
+
+
 def _prepared(saved: Saved, scratch: Scratch) -> _Prepared:
     norms = saved.norms.view(-1, *saved.norms.shape[2:]) if saved.norms.numel() else None
     return _Prepared(norms, saved.gates, scratch.factors, saved.solve, saved.scores)
@@ -301,11 +319,6 @@ def _prepared(saved: Saved, scratch: Scratch) -> _Prepared:
 def _chunks(inputs: Inputs, s: Sizes) -> Chunks:
     rule = settings.segments(s)
     return chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, rule, inputs.q)
-
-
-    factors: Tensor
-    solve: Tensor
-    scores: Tensor
 
 
 def _prepare(
@@ -381,11 +394,16 @@ class _Cuts(NamedTuple):
         rows = checkpoints.shape[0]
         if rows == 0:
             return _Cuts(None, None, 0)
+        num_states = rows - rule.num_cuts
+        transitions = checkpoints[num_states:] if rule.num_cuts > 0 else None
+        return _Cuts(checkpoints[:num_states], transitions, num_states - rule.num_cuts)
+
+
 def _checked_cuts(saved: Saved, rule: SegmentRule) -> _Cuts:
     """Those that a forward has kept."""
     num_left = 0 if saved.states.shape[0] > 0 else rule.num_left
     if saved.checkpoints.shape[0] not in (0, 2 * rule.num_cuts + num_left):
-        raise RuntimeError("the setting cut_documents changed between a forward and its backward")
+        raise RuntimeError(_SETTING_CHANGED)
     return _Cuts.of(saved.checkpoints, rule)
 
 
@@ -401,11 +419,6 @@ def _states_again(
         initial_state=inputs.initial_state, cut_states=cuts.states, states=states, updates=updates, heads=heads,
     )  # fmt: skip
     return states, updates
-
-
-        num_states = rows - rule.num_cuts
-        transitions = checkpoints[num_states:] if rule.num_cuts > 0 else None
-        return _Cuts(checkpoints[:num_states], transitions, num_states - rule.num_cuts)
 
 
 def _states_at_cuts(

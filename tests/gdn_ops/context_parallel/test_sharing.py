@@ -60,8 +60,9 @@ def shared(monkeypatch):
             held(out, inputs, options)
         run(out, inputs, options, save)
 
-    def chunk_prepare_bwd(inputs, saved, options):
+    def chunk_prepare_bwd(inputs, saved, options, tables):
         count["prepared back"] += 1
+        assert [x.tolist() for x in tables] == [[8.0] * 2]
         filled = dict(zip(SHARED_NAMES, computed(inputs, options, "solve"), strict=False))
         return saved._replace(**filled), scratch_of(inputs.g)
 
@@ -153,7 +154,7 @@ def test_a_rank_waits_for_words_when_it_has_a_use_for_them(hearing, form, shared
     assert log == (early if hearing[0] else late) + (early_back if hearing[1] else late_back)
     assert shared["states"] == 1
     log.clear()
-    monkeypatch.setattr(path, "prepare_backward", lambda call, saved: None)
+    monkeypatch.setattr(path, "prepare_backward", lambda call, saved, tables: None)
     assert all(torch.equal(a, b) for a, b in zip(found, step(context), strict=True))
     assert log == early + early_back
     assert shared["states"] == 1

@@ -251,7 +251,7 @@ def test_the_plans_of_summaries_launch_what_their_host_code_launches(
         "segment_summary_fwd": 2,  # recurrence, walk
         "_forward": 2,  # recurrence, zeros after the last document
         "segment_combine": 1,  # a walk
-        "_prepare_backward": 2,  # chunks, gates
+        "_prepare_backward": 1,  # gates
         "segment_summary_bwd": 2,  # recurrence, walk
         "_states": 1,  # recurrence
         "_gradients": 4,  # recurrence, gradients, epilogue, zeros after the last document
@@ -264,7 +264,7 @@ def test_the_plans_of_a_summary_that_shares_nothing(
     """As in a graph."""
     state, do = torch.zeros(2, HV, D, D), torch.zeros(1, TOKENS, HV, D, dtype=torch.bfloat16)
     monkeypatch.setattr(path, "prepare", lambda call: None)
-    monkeypatch.setattr(path, "prepare_backward", lambda call, saved: None)
+    monkeypatch.setattr(path, "prepare_backward", lambda call, saved, tables: None)
     with settings.configure(fast_calls=True):
         monkeypatch.setattr(launching.recording, "recorder", Launches())
         context_step(BATCHES[0].context(0, device="cpu", pieces=6), state, do)

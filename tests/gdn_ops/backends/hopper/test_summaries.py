@@ -47,27 +47,29 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("save, pieces", [("solve", 3), ("inputs", 3), ("solve", 1)])
-def test_ranks_whose_fragments_are_cut(save: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("save, pieces, ends", [("solve", 3, 2), ("inputs", 3, 1), ("states", 2, 1), ("solve", 1, 1)])
+def test_ranks_whose_fragments_are_cut(save: str, pieces: int, ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first, an inner and a last fragment, the norm in the op, states at both ends: as the float64 recurrence.
 
-    The matrices of chunks that a summary and the forward share have the bits of those that each computes.
+    What a summary and the pass after it share, and states that a backward computes ahead, have the bits of what each
+    computes by itself.
     """
     bounds, heads = [0, 40, 1000], {"HK": 1, "HV": 1}
     inputs, do, dfinal = oracle.make(device="cpu", bounds=bounds, norm=True, initial=True, **heads)
     want = oracle.run(inputs, Options(128**-0.5, use_qk_l2norm=True), do, dfinal, bounds)
     part = partition(bounds, 3)
-    got = step_of_all(part, inputs, do, dfinal, save, pieces)
+    cp_contexts = emulation.contexts(part, "cpu", 1, pieces, ends)
+    got = step_of_all(part, inputs, do, dfinal, save, cp_contexts)
     expected = {"o": want.o, "final_state": want.final_state} | want.grads
     errors = {name: oracle.relative_error(x, expected[name]) for name, x in got.items()}
     assert all(error <= BOUND for error in errors.values()), errors
     monkeypatch.setattr(emulation, "is_plain", lambda tensors: False)
-    each = step_of_all(part, inputs, do, dfinal, save, pieces, is_shared=False)
+    each = step_of_all(part, inputs, do, dfinal, save, cp_contexts, is_shared=False)
     assert [name for name, x in got.items() if not torch.equal(x, each[name])] == []
 
 
 def step_of_all(
-    part: Any, inputs: Any, do: torch.Tensor, dfinal: torch.Tensor, save: str, pieces: int, is_shared: bool = True
+    part: Any, inputs: Any, do: torch.Tensor, dfinal: torch.Tensor, save: str, cp_contexts: Any, is_shared: bool = True
 ) -> dict[str, torch.Tensor]:
     """Results and gradients of three ranks in one process; what is launched is checked."""
     leaves = [x.detach().requires_grad_() for x in inputs[:6]]
@@ -75,15 +77,21 @@ def step_of_all(
     launched.clear()
     found = emulate(
         part, [RankInputs(*shard, leaves[5]) for shard in shards], output_final_state=True,
-        use_qk_l2norm_in_kernel=True, save=save, pieces=pieces,
+        use_qk_l2norm_in_kernel=True, save=save, cp_contexts=cp_contexts,
     )  # fmt: skip
     assert launched.count("_solve_kernel") == (3 if is_shared else 6)
+    assert launched.count("_chunk_table_kernel") == (3 if is_shared else 6)
     o, final = part.unshard([x for x, _ in found], dim=1), sum(last for _, last in found)
     launched.clear()
     torch.autograd.backward([o, final], [do, dfinal])
-    # One for each rank's summary of gradients; the matrices are the op's own, where it kept them.
-    assert launched.count("_solve_kernel") == (0 if save == "solve" else 6)
+    # The matrices are the op's own, where it kept them.
+    again = 3 if is_shared else 6
+    assert launched.count("_solve_kernel") == (again if save == "inputs" else 0)
+    assert launched.count("_chunk_table_kernel") == (0 if is_shared else 6)
+    assert launched.count("_gates_kernel") == again * (2 if save == "inputs" else 1)
+    # One for each rank's summary of gradients.
     assert launched.count("_reverse_kernel") == 6
+    assert launched.count("_forward_kernel") == (0 if save == "states" else 3)
     assert launched.count("_gradients_kernel") == 3
     names = ("q", "k", "v", "g", "beta", "initial_state")
     return {"o": o.detach(), "final_state": final.detach()} | {
