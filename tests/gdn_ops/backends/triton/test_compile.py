@@ -163,7 +163,7 @@ def test_other_architectures_compile(launches, arch, shared):
         assert compiled.metadata.shared <= shared, name
         if arch < 90:
             assert "griddepcontrol" not in compiled.asm["ptx"], name
-        elif "trap;" not in compiled.asm["ptx"]:  # what Triton makes of a kernel for whose tiles tensor memory is too small
+        elif "trap;" not in compiled.asm["ptx"]:  # Triton's for a kernel that takes too much tensor memory
             _check_order(compiled.asm["ptx"])
 
 
