@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import gdn_ops
 from gdn_ops import ops, outputs, settings
 from gdn_ops.backends import hopper, launching, plans
-from gdn_ops.backends.hopper import summaries
+from gdn_ops.backends.hopper import summaries, walk
 from gdn_ops.context_parallel import Context, partition, path, segments, sharing
 from gdn_ops.repeats import remembered
 from gdn_ops.shapes import Inputs, Options, packed_width
@@ -42,7 +42,8 @@ class Launches:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
+    for module, name in ((hopper, "_is_hopper"), (walk, "is_hopper")):
+        monkeypatch.setattr(module, name, lambda device: True)
     monkeypatch.setattr(ops, "_AUTO", {"cpu": ("hopper",), "meta": ("hopper",)})
     monkeypatch.setitem(hopper.gradients.__globals__, "multiprocessors", lambda: 132)
     # What the forward keeps for a cut document depends on the device, and stand-ins are on none.
@@ -309,6 +310,7 @@ def test_a_second_step_repeats_the_launches_of_the_first_with_another_batch_s_ta
             patch.setattr(launching.recording, "recorder", launches)
             context_step(contexts[0], state, do)
         first = [(kernel.fn.__name__, grid) for kernel, grid, _, _ in launches.taken]
+        assert [name for name, _ in first].count("_walk_tma_kernel") == 4
         context_step(contexts[1], state, do)
         assert [launch[:2] for launch in taken] == first
         assert host_code == ["segments_fwd", "segments_bwd"] * 2, "the second one is recorded"
