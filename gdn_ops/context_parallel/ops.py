@@ -178,9 +178,10 @@ def _gradients(
     if not call.linked:
         dfinal_states = path.received_gradients(call, None, None, dfinal_state)
         return path.backward(call, do, dfinal_states, states, saved, into_row=ctx.from_row)
-    before = None
     if not ctx.keep:
-        heard, before = _tell(call, kwargs)
+        heard, pending = _tell(call, kwargs)
+        if pending is not None:  # what others told of their transitions is read below
+            pending.wait()
         states, told, moves = path.received_states(call, heard), heard.told, heard.moves
     assert moves is not None
     prepared = path.prepare_backward(call, saved, ctx.tables)
@@ -189,16 +190,16 @@ def _gradients(
     waits = _hears(call, kwargs).backward
     ahead = path.states_ahead(call, states, prepared) if waits else ()
     heard = words._replace(told=pending.wait() if waits else pending.words)
+    later = None if waits else pending
     transitions = words.told.new_empty((0,)) if told is None else told
     dfinal_states = path.received_gradients(call, heard, transitions, dfinal_state)
-    # Of what was told nothing is kept while the largest tensors are there.
-    del words, heard
+    # Of what was told and heard nothing is kept while the largest tensors are there.
+    del words, heard, pending
     if not waits:
         ahead = path.states_ahead(call, states, prepared)
     found = path.backward(call, do, dfinal_states, states, saved, into_row=ctx.from_row, prepared=prepared, ahead=ahead)
-    for gathering in (before, None if waits else pending):
-        if gathering is not None:
-            gathering.wait()
+    if later is not None:
+        later.wait()
     return found
 
 

@@ -273,11 +273,13 @@ def zero_output_gradient(call: Call) -> Tensor:
 
 
 class Gathering(NamedTuple):
-    """An all-gather on its way: every rank's words one after the other, not to be read before `wait`.
+    """An all-gather on its way: every rank's words one after the other, not to be read before `wait`; and this rank's
+    own, not to be freed before.
 
     By functional collectives, which a graph can see; with no group the words are this rank's.
     """
 
+    told: Tensor
     words: Tensor
     num_ranks: int
     group_name: str
@@ -286,7 +288,7 @@ class Gathering(NamedTuple):
     @staticmethod
     def start(told: Tensor, num_ranks: int, group_name: str, what: str) -> "Gathering":
         """Send this rank's words."""
-        pending = Gathering(told, num_ranks, group_name, what)
+        pending = Gathering(told, told, num_ranks, group_name, what)
         if not group_name:
             return pending
         try:

@@ -111,7 +111,8 @@ def test_a_plain_step_shares_and_changes_no_bit(form, gate, pieces, save, shared
 
 @pytest.mark.parametrize("form", ["packed", "packed views", "plain"])
 @pytest.mark.parametrize("hearing", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_rank_waits_for_words_when_it_has_a_use_for_them(hearing, form, shared, monkeypatch):
+@pytest.mark.parametrize("exchange", ["saved", "replay"])
+def test_a_rank_waits_for_words_when_it_has_a_use_for_them(hearing, form, exchange, shared, monkeypatch):
     """And computes states before, where it has; a rank without a use waits when all its kernels are launched."""
     part = partition([0, 200, 210], fragments=[[(0, 0, 100), (1, 0, 10), (0, 100, 100)]])
     log = []
@@ -123,13 +124,13 @@ def test_a_rank_waits_for_words_when_it_has_a_use_for_them(hearing, form, shared
 
     def start(told, num_ranks, group_name, what):
         log.append(f"tell {what}")
-        return Noted(told, num_ranks, group_name, what)
+        return Noted(told, told, num_ranks, group_name, what)
 
     monkeypatch.setattr(path.Gathering, "start", staticmethod(start))
     for name in ("forward", "states_ahead", "received_states", "received_gradients", "backward"):
         run = getattr(path, name)
         monkeypatch.setattr(path, name, lambda *a, n=name, run=run, **k: (log.append(n), run(*a, **k))[1])
-    context = part.context(0, None, "cpu")
+    context = part.context(0, None, "cpu", exchange=exchange)
     tensors = problems.batch([0, 200, 210], gate=False)
     names = dict(zip(("num_qk_heads", "num_v_heads", "head_dim"), problems.HEADS, strict=True))
 
@@ -151,12 +152,14 @@ def test_a_rank_waits_for_words_when_it_has_a_use_for_them(hearing, form, shared
     late = [f"tell {words[0]}", "received_states", "forward", f"wait for {words[0]}"]
     early_back = [f"tell {words[1]}", "states_ahead", f"wait for {words[1]}", "received_gradients", "backward"]
     late_back = [f"tell {words[1]}", "received_gradients", "states_ahead", "backward", f"wait for {words[1]}"]
-    assert log == (early if hearing[0] else late) + (early_back if hearing[1] else late_back)
+    # Once more for the backward, which may read what others told of their transitions.
+    again = [*early[:2], "received_states"] if exchange == "replay" else []
+    assert log == (early if hearing[0] else late) + again + (early_back if hearing[1] else late_back)
     assert shared["states"] == 1
     log.clear()
     monkeypatch.setattr(path, "prepare_backward", lambda call, saved, tables: None)
     assert all(torch.equal(a, b) for a, b in zip(found, step(context), strict=True))
-    assert log == early + early_back
+    assert log == early + again + early_back
     assert shared["states"] == 1
 
 
