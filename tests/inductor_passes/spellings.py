@@ -433,12 +433,22 @@ def make_input(spelling: Spelling, B=2, T=6, dtype=torch.float64):
 
 def train_step(layer, module, x):
     """Outputs and every gradient of one step, on whole numbers."""
-    x = x.clone().requires_grad_()
-    module.zero_grad(set_to_none=True)
-    outputs = layer(x)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    if len(outputs) > 1:
-        outputs[1].retain_grad()
-    sum((y * (torch.arange(y.numel(), dtype=y.dtype) % 5 - 2).view_as(y)).sum() for y in outputs).backward()
-    grads = [p.grad for p in module.parameters()] + [y.grad for y in outputs if not y.is_leaf and y.retains_grad]
-    return [y.detach() for y in outputs] + [x.grad] + [g for g in grads if g is not None]
+    return train_steps(lambda x: [layer(x)], [module], [x])[0]
+
+
+def train_steps(layers, modules, inputs):
+    """The same of several layers that one function calls, by layer, after one backward."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+    found = [y if isinstance(y, tuple) else (y,) for y in layers(*inputs)]
+    for outputs in found:
+        if len(outputs) > 1:
+            outputs[1].retain_grad()
+    weighted = ((y * (torch.arange(y.numel(), dtype=y.dtype) % 5 - 2).view_as(y)).sum() for y in sum(found, ()))
+    sum(weighted).backward()
+    results = []
+    for outputs, module, x in zip(found, modules, inputs, strict=True):
+        grads = [p.grad for p in module.parameters()] + [y.grad for y in outputs if not y.is_leaf and y.retains_grad]
+        results.append([y.detach() for y in outputs] + [x.grad] + [g for g in grads if g is not None])
+    return results

@@ -1,76 +1,103 @@
-"""Every spelling, through the passes: what is packed, and the same bits as without them or in eager."""
+"""Every spelling, through the passes: what is packed, and the same bits as without them or in eager.
+
+Most of a small layer's compilation does not depend on the layer, so several spellings are compiled as one model, in
+which each has weights and an input of its own.
+"""
 
 import pytest
 import torch
+from torch import nn
 
 import inductor_passes
 from inductor_passes.inspection import eager_backend
-from tests.inductor_passes.spellings import SPELLINGS, Layer, make_input, train_step
+from tests.inductor_passes.spellings import SPELLINGS, Layer, make_input, train_steps
+
+# What a compiled output gets as .grad is not what eager's gets.
+LIKE_EAGER = [name for name, spelling in SPELLINGS.items() if spelling.extra != "returned"]
+# Eager code has the bits without the passes: to compile these again would add nothing.
+EXACT = [name for name in LIKE_EAGER if SPELLINGS[name].exact]
 
 
-def compiled_step(name, *, decompositions=True, dynamic=False, enabled=True):
-    spelling = SPELLINGS[name]
+def batches(names, size=8):
+    cut = [names[i : i + size] for i in range(0, len(names), size)]
+    return [pytest.param(batch, id=f"{batch[0]}...{batch[-1]}") for batch in cut]
+
+
+class Several(nn.Module):
+    """The layers of several spellings side by side, each with its own input."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *inputs):
+        return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+
+
+def steps(names, dynamic, make):
+    """The steps' results by name, with the model that `make` makes of the layers; dynamic: another size after one."""
+    layers, inputs = [], []
+    for name in names:
+        torch.manual_seed(0)
+        layers.append(Layer(SPELLINGS[name]))
+        sizes = [{}, {"B": 3, "T": 9}] if dynamic else [{}]
+        inputs.append([make_input(SPELLINGS[name], **size) for size in sizes])
+    model = make(Several(layers))
+    results = [train_steps(model, layers, xs) for xs in zip(*inputs, strict=True)]
+    return {name: [y for step in results for y in step[i]] for i, name in enumerate(names)}
+
+
+def compiled_steps(names, *, decompositions=True, dynamic=False, enabled=True):
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = Layer(spelling)
     reports = []
     backend = eager_backend(reports.append, decompositions=decompositions)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
     with inductor_passes.configured(enabled=enabled):
-        results = train_step(compiled, layer, make_input(spelling))
-        if dynamic:
-            results += train_step(compiled, layer, make_input(spelling, B=3, T=9))
+        results = steps(
+            names, dynamic, lambda model: torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+        )
     return results, reports
 
 
-def eager_step(name, *, dynamic=False):
-    spelling = SPELLINGS[name]
-    torch.manual_seed(0)
-    layer = Layer(spelling)
-    results = train_step(layer, layer, make_input(spelling))
-    return results + (train_step(layer, layer, make_input(spelling, B=3, T=9)) if dynamic else [])
-
-
-def assert_same(a, b, exact=True):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert not y.isnan().any()
-        torch.testing.assert_close(x, y, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+def assert_same(name, expected, found, exact=True):
+    assert len(expected) == len(found), name
+    for x, y in zip(expected, found, strict=True):
+        assert not y.isnan().any(), name
+        tolerance = 0 if exact else 1e-12
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
 def check(name, call):
     spelling = SPELLINGS[name]
-    assert ("".join(call.operands), call.reason) == (spelling.packed, spelling.reason), call
-    assert call.packed == (spelling.reason == "packed")
-    assert call.grouped_heads == spelling.grouped
-    assert call.copies_removed == spelling.copies
-    assert call.rows_made == spelling.rows_made
-    assert (call.saved_bytes > 0) == bool(spelling.packed)
+    assert ("".join(call.operands), call.reason) == (spelling.packed, spelling.reason), (name, call)
+    assert call.packed == (spelling.reason == "packed"), name
+    assert call.grouped_heads == spelling.grouped, name
+    assert call.copies_removed == spelling.copies, name
+    assert call.rows_made == spelling.rows_made, name
+    assert (call.saved_bytes > 0) == bool(spelling.packed), name
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_same_bits_on_and_off(name):
+@pytest.mark.parametrize("names", batches(EXACT) + batches([name for name in SPELLINGS if name not in EXACT]))
+def test_same_bits_on_and_off(names):
     """Static sizes, with Inductor's decompositions: what Inductor sees."""
-    spelling = SPELLINGS[name]
-    on, reports = compiled_step(name)
-    (call,) = reports[0].calls
-    check(name, call)
-    if spelling.exact and spelling.extra != "returned":  # what a compiled output gets as .grad is not what eager's gets
-        assert_same(eager_step(name), on)  # the bits without the passes: to compile it again would add nothing
-        return
-    off, _ = compiled_step(name, enabled=False)
-    assert_same(off, on)
-    if spelling.extra != "returned":
-        assert_same(eager_step(name), on, spelling.exact)
+    on, (report,) = compiled_steps(names)
+    for name, call in zip(names, report.calls, strict=True):
+        check(name, call)
+    eager = steps(names, False, lambda model: model)
+    off = on if set(names) <= set(EXACT) else compiled_steps(names, enabled=False)[0]
+    for name in names:
+        assert_same(name, off[name], on[name])
+        if name in LIKE_EAGER:
+            assert_same(name, eager[name], on[name], SPELLINGS[name].exact)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_as_traced_with_dynamic_sizes(name):
+@pytest.mark.parametrize("names", batches(list(SPELLINGS)))
+def test_as_traced_with_dynamic_sizes(names):
     """Symbolic sizes, without decompositions: what other compilers may see. Whole numbers, so eager has the bits."""
-    spelling = SPELLINGS[name]
-    on, reports = compiled_step(name, decompositions=False, dynamic=True)
-    assert len(reports) == 1, "one compilation for two batch sizes and lengths"
-    if spelling.extra != "returned":
-        assert_same(eager_step(name, dynamic=True), on, spelling.exact)
-    if spelling.dynamic:
-        check(name, *reports[0].calls)
+    on, reports = compiled_steps(names, decompositions=False, dynamic=True)
+    (report,) = reports  # one compilation for two batch sizes and lengths
+    eager = steps(names, True, lambda model: model)
+    for name, call in zip(names, report.calls, strict=True):
+        if name in LIKE_EAGER:
+            assert_same(name, eager[name], on[name], SPELLINGS[name].exact)
+        if SPELLINGS[name].dynamic:
+            check(name, call)
