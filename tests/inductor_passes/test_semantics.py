@@ -1,6 +1,7 @@
 """Everything around a call that must not change what the passes do, or what comes out: the same bits on and off."""
 
 import functools
+import inspect
 import os
 
 import pytest
@@ -250,11 +251,20 @@ def with_an_optional_argument(self, x):
 
 
 def step(function, model, x):
-    x = x.clone().requires_grad_()
-    model.zero_grad(set_to_none=True)
-    y = function(x)
-    (y * (torch.arange(y.numel(), dtype=y.dtype) % 5 - 2).view_as(y)).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return steps(lambda x: [function(x)], [model], [x])[0]
+
+
+def steps(functions, models, inputs):
+    """Output and gradients of one step of several models that one function calls, by model."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    for model in models:
+        model.zero_grad(set_to_none=True)
+    outputs = functions(*inputs)
+    sum((y * (torch.arange(y.numel(), dtype=y.dtype) % 5 - 2).view_as(y)).sum() for y in outputs).backward()
+    return [
+        [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        for y, model, x in zip(outputs, models, inputs, strict=True)
+    ]
 
 
 def make(body, dtype=torch.float64):
@@ -278,19 +288,41 @@ def on_and_off(body, run=step, dtype=torch.float64, **options):
     return on, [call for report in reports for call in report]
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_body(name):
-    f, packed, reason = BODIES[name]
-    reports = []
-    model, x = make(f)
-    on = step(torch.compile(model, backend=eager_backend(reports.append), fullgraph=True), model, x)
-    calls = [call for report in reports for call in report]
-    assert [call.packed for call in calls].count(True) == packed, calls
-    assert {call.reason for call in calls} == ({reason} if isinstance(reason, str) else reason), calls
-    model, x = make(f)
-    for a, b in zip(step(model, model, x), on, strict=True):
-        assert not a.isnan().any()
-        assert torch.equal(a, b)
+class Several(nn.Module):
+    """Models side by side, each with its own input."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, *inputs):
+        return [model(x) for model, x in zip(self.models, inputs, strict=True)]
+
+
+def calls_in(f, calls):
+    lines, first = inspect.getsourcelines(f)
+    places = {f"{__file__}:{line}" for line in range(first, first + len(lines))}
+    return [call for call in calls if call.location in places]
+
+
+# Most of a compilation does not depend on the body, so several are compiled as one model.
+@pytest.mark.parametrize("part", range(4))
+def test_bodies(part):
+    names = list(BODIES)[part::4]
+    models, inputs = zip(*(make(BODIES[name][0]) for name in names), strict=True)
+    several, reports = Several(models), []
+    on = steps(torch.compile(several, backend=eager_backend(reports.append), fullgraph=True), models, inputs)
+    (report,) = reports
+    for name in names:
+        f, packed, reason = BODIES[name]
+        calls = calls_in(f, report)
+        assert [call.packed for call in calls].count(True) == packed, (name, calls)
+        assert {call.reason for call in calls} == ({reason} if isinstance(reason, str) else reason), (name, calls)
+    assert sum(len(calls_in(BODIES[name][0], report)) for name in names) == len(report)
+    for name, found, expected in zip(names, on, steps(several, models, inputs), strict=True):
+        for a, b in zip(expected, found, strict=True):
+            assert not a.isnan().any(), name
+            assert torch.equal(a, b), name
 
 
 def test_frozen_parameters_leave_operands_without_gradients():
