@@ -9,7 +9,10 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Several test processes share the processors instead of each taking all of them."""
+    """Several test processes share the processors instead of each taking all of them; C++ is compiled quickly."""
+    # Inductor's loops are compiled without vector instructions, in half of the time, and are not tried in any first.
+    # No test is about them but test_inductor.py's, which switches them on.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         threads = max(1, (os.cpu_count() or 1) // workers)
