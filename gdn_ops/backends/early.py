@@ -1,9 +1,8 @@
 """Kernels that start before earlier ones have ended: programmatic dependent launch, and the rules that make it safe.
 
-Between two kernels of a stream the chip idles: the last programs of the first run out one by one, and those of the
-second start, set up barriers and ask for their first data only when all have ended. On GPUs of compute capability 9.0
-and above a kernel can be launched so that its programs take their places as soon as the one before has none left to
-start, and wait there, on the device, for its results (`griddepcontrol`).
+Between two kernels of a stream the chip idles for one to two microseconds. On GPUs of compute capability 9.0 and above
+a kernel can be launched so that its programs are placed while the one before it ends, and wait there, on the device,
+for its results (`griddepcontrol.wait`); then a third of a microsecond is left.
 
 What keeps the order of a stream, for every kernel whose last parameter is `EARLY`:
 
@@ -15,10 +14,11 @@ What keeps the order of a stream, for every kernel whose last parameter is `EARL
    of the waiting kernel. Since no program ends without it, a kernel that has ended means that all before it have, back
    to one that was launched as usual: waiting for one kernel is waiting for all. So one wait of a program's first warps,
    before the others are started (`warp_specialize`), is enough.
-3. A kernel lets the next one start (`launch_dependents`) at its own start. The next one's programs are placed only when
-   none of this one's is without a place, so they can take none from it; and by 1 they do nothing until it has ended.
+3. No kernel asks for its successor before its end (`griddepcontrol.launch_dependents`). Programs that wait take up
+   shared memory and registers for as long as the kernel before them runs: a step took 1 to 2 % more
+   (docs/kernels_hopper.md), and communication on another stream found no place.
 4. What comes next need not know: a kernel launched as usual, an event, a copy or another stream waits for the end of
-   the kernel, as ever. Nor need what came before: where nothing lets the next kernel start, it starts at the end.
+   the kernel, as ever.
 
 A CUDA graph keeps the order in the same form. No result depends on any of this.
 """
@@ -35,24 +35,17 @@ import triton.language as tl
 PARAMETER = "EARLY"
 """The name of the last parameter, with the default 0, of kernels that follow the rules above."""
 
-_NO, _WAITS, _RELEASES = 0, 1, 2
-"""Values of `EARLY`: launched as usual; launched early, so it waits; it also lets the next kernel start early."""
+_NO, _WAITS = 0, 1
+"""Values of `EARLY`: launched as usual; launched early, so it waits."""
 
-_CHOSEN = _RELEASES
+_CHOSEN = _WAITS
 
 
 @triton.jit
 def wait_for_earlier(EARLY: tl.constexpr) -> None:
-    """Let the next kernel take its places and wait for all earlier ones, if this one was launched early.
-
-    For kernels of Triton and of Gluon.
-    """
-    # Both compile to one instruction; Triton wants a result.
-    if EARLY > 1:
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-    if EARLY > 0:
+    """Wait for all earlier kernels, if this one was launched early; for kernels of Triton and of Gluon."""
+    if EARLY:
+        # One instruction; Triton wants a result.
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

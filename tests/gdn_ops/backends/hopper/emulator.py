@@ -359,7 +359,7 @@ class _Emulator:
         constants = {name: x for name, x in options.items() if name in names}
         starts_early = names[-1] == early.PARAMETER
         if starts_early:
-            constants[early.PARAMETER] = early._RELEASES
+            constants[early.PARAMETER] = early._WAITS
         recording, launching.recording.recorder = launching.recording.recorder, None
         try:
             for program in itertools.product(*(range(n) for n in grid)):

@@ -124,7 +124,7 @@ def _compile(launch, arch):
             signature[name] = "i32"
             if arg % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    for name, value in {**constants, early.PARAMETER: early._RELEASES if arch >= 90 else 0}.items():
+    for name, value in {**constants, early.PARAMETER: early._WAITS if arch >= 90 else 0}.items():
         signature[name], constexprs[name] = "constexpr", value
     assert list(signature) == list(kernel.arg_names)  # `launch` passes constants by position, in this order
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
