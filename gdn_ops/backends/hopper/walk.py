@@ -49,8 +49,8 @@ MOVES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2
 
 @gluon.jit
 def _leading(x):
-    """The bits of a float32 number that TF32 holds."""
-    return (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+    """The nearest number that TF32 holds. Of what is left no part has a sign that would make errors add up."""
+    return ((x.to(gl.int32, bitcast=True) + 4096) & -8192).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -65,8 +65,8 @@ def _product(move_s, leading_s, rest_s, zero_KV, TRANSPOSED: gl.constexpr, LEFT:
         low = part - high
         leading = leading_s.permute((1, 0)).slice(i * _PART, _PART)
         rest = rest_s.permute((1, 0)).slice(i * _PART, _PART)
-        main_KV = warpgroup_mma(high, leading, main_KV, is_async=True)
         small_KV = warpgroup_mma(low, leading, small_KV, is_async=True)
+        main_KV = warpgroup_mma(high, leading, main_KV, is_async=True)
         small_KV = warpgroup_mma(high, rest, small_KV, is_async=True)
         # The next part of M is loaded while this one is multiplied.
         main_KV, small_KV = warpgroup_mma_wait(3 if i + 1 < _D // _PART else 0, deps=[main_KV, small_KV])
@@ -102,18 +102,24 @@ def fetch(moves_desc, row, arrived, move_s, pred):
 
 
 @gluon.jit
+def share(state_KV, leading_s, rest_s):
+    """Put the two parts of a state where the products of a step read them."""
+    leading = _leading(state_KV)
+    leading_s.permute((1, 0)).store(leading)
+    rest_s.permute((1, 0)).store(state_KV - leading)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def step(
-    state_KV, source_ptr, is_moved, moves_s, leading_s, rest_s, arrived, taken, zero_KV,
+    source_ptr, is_moved, moves_s, leading_s, rest_s, arrived, taken, zero_KV,
     MOVES_TRANSPOSED: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """M S + H, or H, which lies at `source_ptr`; M is what was fetched after `taken` others."""
+    """M S + H, or H, which lies at `source_ptr`; S is what was shared, M what was fetched after `taken` others."""
+    # Not before the fence of `share`, which waits for all loads.
     found_KV = gl.load(source_ptr)
     if is_moved:
-        high = _leading(state_KV)
-        leading_s.permute((1, 0)).store(high)
-        rest_s.permute((1, 0)).store(state_KV - high)
-        fence_async_shared()
-        barrier()
         mbarrier.wait(arrived.index(taken % 2), (taken // 2) & 1)
         found_KV += _product(moves_s.index(taken % 2), leading_s, rest_s, zero_KV, MOVES_TRANSPOSED, LEFT)
         # Behind this barrier nobody reads the tiles: the products, of all that was loaded, have ended.
@@ -122,22 +128,29 @@ def step(
 
 
 @gluon.jit
+def _numbers(steps_ptr, i, num_steps):
+    """The rows of H, M and the output of step `i`, -1 for none; without H there is no M."""
+    there = i < num_steps
+    source = gl.load(steps_ptr + i * 3, mask=there, other=-1)
+    move = gl.load(steps_ptr + i * 3 + 1, mask=there, other=-1)
+    output = gl.load(steps_ptr + i * 3 + 2, mask=there, other=-1)
+    return source, gl.where(source >= 0, move, -1), output
+
+
+@gluon.jit
 def _fetch_of_step(
-    steps_ptr, i, num_steps, num_first, h, moves_desc, move_rows, move_block, move_stride, later_moves_desc,
-    later_move_rows, later_move_block, later_move_stride, fetched, moves_s, arrived, HAS_LATER: gl.constexpr,
+    i, move, num_first, h, moves_desc, move_rows, move_block, move_stride, later_moves_desc, later_move_rows,
+    later_move_block, later_move_stride, fetched, moves_s, arrived, HAS_LATER: gl.constexpr,
 ):  # fmt: skip
     """Fetch the M of step `i`, if there is one, after `fetched` others; returns how many have been fetched then."""
-    source = gl.load(steps_ptr + i * 3, mask=i < num_steps, other=-1)
-    move = gl.load(steps_ptr + i * 3 + 1, mask=i < num_steps, other=-1)
-    is_moved = (source >= 0) & (move >= 0)
     arrived = arrived.index(fetched % 2)
     move_s = moves_s.index(fetched % 2)
     row = _row(move, move_rows, move_block, move_stride) + h * _D
-    fetch(moves_desc, row, arrived, move_s, is_moved & (i < num_first))
+    fetch(moves_desc, row, arrived, move_s, (move >= 0) & (i < num_first))
     if HAS_LATER:
         row = _row(move, later_move_rows, later_move_block, later_move_stride) + h * _D
-        fetch(later_moves_desc, row, arrived, move_s, is_moved & (i >= num_first))
-    return fetched + is_moved.to(gl.int32)
+        fetch(later_moves_desc, row, arrived, move_s, (move >= 0) & (i >= num_first))
+    return fetched + (move >= 0).to(gl.int32)
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -165,11 +178,14 @@ def _walk_tma_kernel(
     transposed_KV = h * (_D * _D) + value[None, :] * _D + key[:, None]
     zero_KV = gl.full([_D, BV], 0.0, gl.float32, L_KV)
     steps_ptr += path * num_steps * 3
+    source, move, output = _numbers(steps_ptr, 0, num_steps)
+    next_source, next_move, next_output = _numbers(steps_ptr, 1, num_steps)
     fetched = 0
     for i in gl.static_range(2):
         fetched = _fetch_of_step(
-            steps_ptr, i, num_steps, num_first, h, moves_desc, move_rows, move_block, move_stride, later_moves_desc,
-            later_move_rows, later_move_block, later_move_stride, fetched, moves_s, arrived, HAS_LATER,
+            i, next_move if i == 1 else move, num_first, h, moves_desc, move_rows, move_block, move_stride,
+            later_moves_desc, later_move_rows, later_move_block, later_move_stride, fetched, moves_s, arrived,
+            HAS_LATER,
         )  # fmt: skip
     state_KV = zero_KV
     if HAS_STARTS:
@@ -178,31 +194,39 @@ def _walk_tma_kernel(
         state_KV = gl.load(states_ptr + natural_KV, mask=(natural_KV >= 0) & (start >= 0), other=0.0)
     taken = 0
     for j in range(num_steps):
-        source = gl.load(steps_ptr + j * 3)
-        is_moved = (source >= 0) & (gl.load(steps_ptr + j * 3 + 1) >= 0)
-        output = gl.load(steps_ptr + j * 3 + 2)
+        is_moved = move >= 0
+        if is_moved:
+            share(state_KV, leading_s, rest_s)
+        # Numbers are loaded two steps ahead: M is fetched so early, and other loads evict them from the L1.
+        last_source, last_move, last_output = _numbers(steps_ptr, j + 2, num_steps)
         if source >= 0:
             if j < num_first:
                 at = _row(source, source_rows, source_block, source_stride).to(gl.int64) * _D
                 state_KV = step(
-                    state_KV, sources_ptr + at + (transposed_KV if SOURCES_TRANSPOSED else natural_KV), is_moved,
+                    sources_ptr + at + (transposed_KV if SOURCES_TRANSPOSED else natural_KV), is_moved,
                     moves_s, leading_s, rest_s, arrived, taken, zero_KV, MOVES_TRANSPOSED, LEFT,
                 )  # fmt: skip
             else:
                 if HAS_LATER:
                     at = _row(source, later_source_rows, later_source_block, later_source_stride).to(gl.int64) * _D
                     state_KV = step(
-                        state_KV, later_sources_ptr + at + (transposed_KV if LATER_SOURCES_TRANSPOSED else natural_KV),
-                        is_moved, moves_s, leading_s, rest_s, arrived, taken, zero_KV, LATER_MOVES_TRANSPOSED, LEFT,
+                        later_sources_ptr + at + (transposed_KV if LATER_SOURCES_TRANSPOSED else natural_KV), is_moved,
+                        moves_s, leading_s, rest_s, arrived, taken, zero_KV, LATER_MOVES_TRANSPOSED, LEFT,
                     )  # fmt: skip
         taken += is_moved.to(gl.int32)
         # At most one M waits for the next step, so the other tile is free.
         fetched = _fetch_of_step(
-            steps_ptr, j + 2, num_steps, num_first, h, moves_desc, move_rows, move_block, move_stride, later_moves_desc,
+            j + 2, last_move, num_first, h, moves_desc, move_rows, move_block, move_stride, later_moves_desc,
             later_move_rows, later_move_block, later_move_stride, fetched, moves_s, arrived, HAS_LATER,
         )  # fmt: skip
         if output >= 0:
             gl.store(out_ptr + output.to(gl.int64) * (HV * _D * _D) + natural_KV, state_KV)
+        source = next_source
+        move = next_move
+        output = next_output
+        next_source = last_source
+        next_move = last_move
+        next_output = last_output
 
 
 def _matrix(x: Tensor) -> TensorDescriptor:
