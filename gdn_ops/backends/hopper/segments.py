@@ -6,8 +6,8 @@ of a cut document is shortened exactly, without an approximation:
     begin       a document's first segment, whose start is known, with its outputs; at the same time every inner
                 segment's H, what a start from zero ends with, and M, what the identity becomes without values. The
                 last segment needs neither
-    combine     S_{i+1} = M_i S_i + H_i along each document's cuts, in products accurate to float32 (TF32 in three
-                parts), each M on its way into shared memory during the step before
+    combine     S_{i+1} = M_i S_i + H_i along each document's cuts, in products accurate to float32 (`walk.py`), each
+                M on its way into shared memory during the step before
     run         the ordinary kernel on every other segment at once, each from its own start state
 
 Backwards the same with dS_in = M^T dS_out + dH from a document's end: its last segment begins with dH of the inner
@@ -27,32 +27,17 @@ not pay, segments are whole documents, and stretches all that is cut.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.launch import launch
-from gdn_ops.backends.hopper.tma import async_load, barrier
+from gdn_ops.backends.hopper.walk import MOVES, fetch, share, step, tiles, value_columns
 
-# Letters: N documents, NC cuts (an upper bound), HV value heads, K, V head sizes (both D), BV value rows of a program.
+# Letters: N documents, NC cuts (an upper bound), HV value heads, K, V head sizes (both D), BV columns of a program.
 
 _COMBINE_WARPS = 8
 
 _D = gl.constexpr(128)
-_PART = gl.constexpr(32)
-_SQUARE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-
-
-@gluon.jit
-def _tail(x):
-    """What the tensor cores leave of a float32 operand, of which they take the first 19 bits."""
-    return x - (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _multiply(a, b, acc):
-    return mma_v2(a, b, acc, input_precision="tf32")
 
 
 @gluon.jit
@@ -61,73 +46,46 @@ def _combine_kernel(
     NUM_WARPS: gl.constexpr,
     EARLY: gl.constexpr = 0,
 ):  # fmt: skip
-    L_VK: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[BV // 16, NUM_WARPS * 16 // BV], instr_shape=[16, 8]
+    """A walk (`walk.py`) whose steps follow from a document's cuts, in place."""
+    L_KV: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, BV, 8]
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, L_VK, 1)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, L_VK, 1)
-    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L_KV, 1)
     n = gl.program_id(0) // HV
     h = gl.program_id(0) % HV
-    moves_s = gl.allocate_shared_memory(gl.float32, [2, _D, _D], TILE)
-    state_s = gl.allocate_shared_memory(gl.float32, [_D, BV], FLAT)
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(arrived.index(i), count=1)
-    fence_async_shared()
-    barrier()
+    moves_s, leading_s, rest_s, arrived = tiles(BV)
     wait_for_earlier(EARLY)
     first = gl.load(cuts_ptr + n * 2)
-    count = gl.load(cuts_ptr + n * 2 + 1)
-    if count > 1:
+    num_moves = gl.load(cuts_ptr + n * 2 + 1) - 1
+    if num_moves > 0:
         # A segment's transition lies at the cut it stops at. Its rows map a state's, its columns a gradient's.
         if REVERSED:
-            start = first + count - 1
+            start = first + num_moves
             move = start
-            step = -1
+            stride = -HV * _D
         else:
             start = first
             move = start + 1
-            step = 1
-        mbarrier.expect(arrived.index(0), _D * _D * 4)
-        async_load(moves_desc, [(move * HV + h) * _D, 0], arrived.index(0), moves_s.index(0))
-        value = gl.program_id(1) * BV + gl.arange(0, BV, gl.SliceLayout(1, L_VK))
-        key = gl.arange(0, _D, gl.SliceLayout(0, L_VK))
-        rows_VK = value[:, None] * _D + key[None, :]
+            stride = HV * _D
+        row = (move * HV + h) * _D
+        for i in gl.static_range(2):
+            fetch(moves_desc, row + i * stride, arrived.index(i), moves_s.index(i), i < num_moves)
+        key = gl.arange(0, _D, gl.SliceLayout(1, L_KV))
+        value = gl.program_id(1) * BV + gl.arange(0, BV, gl.SliceLayout(0, L_KV))
+        transposed_KV = value[None, :] * _D + key[:, None]
+        zero_KV = gl.full([_D, BV], 0.0, gl.float32, L_KV)
         at = (start.to(gl.int64) * HV + h) * (_D * _D)
-        state_VK = gl.load(states_ptr + at + rows_VK)
-        for j in range(1, count):
-            buffer = (j - 1) % 2
-            at += step * HV * _D * _D
-            move += step
-            own_VK = gl.load(states_ptr + at + rows_VK)
-            state_s.permute((1, 0)).store(state_VK)
-            # Behind this barrier nobody reads the buffer that the next transition goes to.
-            fence_async_shared()
-            barrier()
-            there = j + 1 < count
-            mbarrier.expect(arrived.index(1 - buffer), _D * _D * 4, pred=there)
-            async_load(
-                moves_desc, [(move * HV + h) * _D, 0], arrived.index(1 - buffer), moves_s.index(1 - buffer), pred=there
+        state_KV = gl.load(states_ptr + at + transposed_KV)
+        for j in range(num_moves):
+            at += stride * _D
+            share(state_KV, leading_s, rest_s)
+            state_KV = step(
+                states_ptr + at + transposed_KV, True, moves_s, leading_s, rest_s, arrived, j, zero_KV, not REVERSED,
+                LEFT,
             )  # fmt: skip
-            mbarrier.wait(arrived.index(buffer), ((j - 1) // 2) & 1)
-            moves = moves_s.index(buffer)
-            if REVERSED:
-                moves = moves.permute((1, 0))
-            # Three accumulators, for products that do not wait for each other.
-            state_VK = own_VK
-            left_VK = gl.full([BV, _D], 0.0, gl.float32, L_VK)
-            right_VK = gl.full([BV, _D], 0.0, gl.float32, L_VK)
-            for i in gl.static_range(_D // _PART):
-                a = state_s.slice(i * _PART, _PART).permute((1, 0)).load(LEFT)
-                b = moves.slice(i * _PART, _PART).load(RIGHT)
-                state_VK = _multiply(a, b, state_VK)
-                left_VK = _multiply(_tail(a), b, left_VK)
-                right_VK = _multiply(a, _tail(b), right_VK)
-            state_VK = state_VK + (left_VK + right_VK)
-            gl.store(states_ptr + at + rows_VK, state_VK)
-            barrier()
+            there = j + 2 < num_moves
+            fetch(moves_desc, row + (j + 2) * stride, arrived.index(j % 2), moves_s.index(j % 2), there)
+            gl.store(states_ptr + at + transposed_KV, state_KV)
 
 
 def combine(states: Tensor, transitions: Tensor, cuts: Tensor, *, backwards: bool) -> None:
@@ -138,10 +96,10 @@ def combine(states: Tensor, transitions: Tensor, cuts: Tensor, *, backwards: boo
     before each cut; cuts [N,2]: a document's first cut, and how many.
     """
     HV, D = states.shape[1:3]
-    rows = 16 if cuts.shape[0] * HV <= 16 else 32
+    columns = value_columns(cuts.shape[0] * HV)
     moves = transitions.view(-1, D)
     launch(
-        _combine_kernel, (cuts.shape[0] * HV, D // rows),
-        TensorDescriptor(moves, list(moves.shape), list(moves.stride()), [D, D], _SQUARE), states, cuts,
-        HV=HV, BV=rows, REVERSED=backwards, NUM_WARPS=_COMBINE_WARPS, num_warps=_COMBINE_WARPS,
+        _combine_kernel, (cuts.shape[0] * HV, D // columns),
+        TensorDescriptor(moves, list(moves.shape), list(moves.stride()), [D, D], MOVES), states, cuts,
+        HV=HV, BV=columns, REVERSED=backwards, NUM_WARPS=_COMBINE_WARPS, num_warps=_COMBINE_WARPS,
     )  # fmt: skip

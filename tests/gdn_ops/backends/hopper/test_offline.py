@@ -26,7 +26,9 @@ LONG = [
     "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
 """With cut documents: ends and summaries, their combination, and the rest, forward and backward."""
-TENSOR_CORE_KERNELS = {"_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_walk_tma_kernel"}
+TENSOR_CORE_KERNELS = {
+    "_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_combine_kernel", "_walk_tma_kernel",
+}  # fmt: skip
 
 
 def compile_offline(*cases: str, triton_path: str | None = None, early: bool = True) -> list[dict]:

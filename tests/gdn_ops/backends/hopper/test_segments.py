@@ -104,7 +104,7 @@ def test_all_at_once(save: str) -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("HV", [1, 7], ids=["16 rows a program", "32 rows a program"])
+@pytest.mark.parametrize("HV", [1, 7], ids=["16 columns a program", "32 columns a program"])
 def test_combination_is_accurate_to_float32(HV: int, backwards: bool) -> None:
     """Documents with four, no, one and two cuts."""
     gen = torch.Generator().manual_seed(0)
