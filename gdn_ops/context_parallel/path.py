@@ -204,7 +204,7 @@ def states_ahead(call: Call, states: Tensor | None, prepared: Prepared | None) -
     if prepared is None:
         return ()
     rest = (call.g, call.beta, states, call.plan.cu_seqlens, call.A_log, call.dt_bias)
-    return sharing.states(prepared, *call.operands(), *rest, num_fragments=call.plan.ways.shape[0], **call.options)
+    return sharing.states(prepared, *call.operands(), *rest, **call.options)
 
 
 def received_gradients(

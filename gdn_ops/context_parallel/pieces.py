@@ -14,7 +14,9 @@ fragment is never cut here: a summary is what nobody needs of it.
 """
 
 import functools
+import heapq
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdn_ops.context_parallel.partition import Fragment, Partition
@@ -24,8 +26,7 @@ from gdn_ops.shapes import CHUNK
 class _Pass(NamedTuple):
     """A recurrence: microseconds a chunk of a chain takes at least, and kilobytes it moves.
 
-    H200, 2026-11-30, one document of 32768 tokens with 48 heads of 128 (docs/kernels_hopper.md, Times); summaries as
-    they ran beside each other on all multiprocessors.
+    H200, 2026-11-30, one document of 32768 tokens with 48 heads of 128 (docs/kernels_hopper.md, Times).
     """
 
     microseconds: float
@@ -35,17 +36,18 @@ class _Pass(NamedTuple):
 _OUTPUTS = _Pass(1.72, 66)
 _STATES = _Pass(1.75, 84)
 _REVERSE = _Pass(2.35, 120)
-_SUMMARY = _Pass(1.33, 29)
-_REVERSE_SUMMARY = _Pass(1.9, 54)
+_SUMMARY = _Pass(1.3, 29)
+"""Of H and M, side by side."""
+_REVERSE_SUMMARY = _Pass(1.85, 54)
 
 _KILOBYTES_A_MICROSECOND = 4000.0
 """What all chains together move at most."""
 
-_ROUND_MICROSECONDS = 2.0
+_PROGRAM_MICROSECONDS = 2.0
 """What starting a program costs before its first chunk (estimate)."""
 
-_STEP_MICROSECONDS = 10.0
-"""What each further piece costs in the four walks from one to the next, forward and backward together (estimate)."""
+_STEP_MICROSECONDS = 18.0
+"""What each further piece costs in the four walks from one to the next, forward and backward together."""
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM). A constant, so that a share is cut the same way wherever it runs."""
@@ -57,6 +59,9 @@ _MOST_PIECES = 16
 _LONGEST_ENDS = 4
 _LEAST_PIECE_CHUNKS = 16
 """Shorter ones would take longer to start than to run."""
+
+_LENGTHS_AN_OCTAVE = 16
+"""How many lengths of a share the model tells apart between one and its double: it takes the host a while for each."""
 
 UNTOLD_PIECES = 8
 """For a number of value heads that nobody told: 16, 32, 48 or 64 heads in eight pieces fill 97 % of whole rounds."""
@@ -70,20 +75,30 @@ class Cuts(NamedTuple):
     ends: int
 
 
-def _rounds(num_long: int, length: int, num_others: int) -> int:
-    """How long programs take, the long ones first, in units of the others' length."""
-    whole, rest = divmod(num_long, _MULTIPROCESSORS)
-    beside = length * (_MULTIPROCESSORS - rest) if rest else 0
-    if num_others <= beside:
-        return whole * length + (max(length, -(-num_others // (_MULTIPROCESSORS - rest))) if rest else 0)
-    return (whole + (rest > 0)) * length - (-(num_others - beside) // _MULTIPROCESSORS)
+def _run(kind: _Pass, programs: Sequence[tuple[int, float]]) -> float:
+    """Microseconds of one launch of (number, chunks) programs, which start in order.
 
-
-def _run(kind: _Pass, unit: float, num_long: int, length: int, num_others: int) -> float:
-    """Microseconds of one pass over pieces of `unit` chunks and longer ones."""
-    rounds = _rounds(num_long, length, num_others)
-    moved = (num_long * length + num_others) * unit * kind.kilobytes / _KILOBYTES_A_MICROSECOND
-    return max(rounds * unit * kind.microseconds, moved) + rounds * _ROUND_MICROSECONDS
+    As many as there are multiprocessors run at once, and share what can be moved.
+    """
+    waiting = [[number, chunks + _PROGRAM_MICROSECONDS / kind.microseconds] for number, chunks in programs if number]
+    waiting.reverse()
+    running: list[tuple[float, int]] = []
+    """(when, in chunks of every program since the start; how many programs), a heap."""
+    free, done, time = _MULTIPROCESSORS, 0.0, 0.0
+    while waiting or running:
+        while waiting and free:
+            number = min(free, waiting[-1][0])
+            heapq.heappush(running, (done + waiting[-1][1], int(number)))
+            free -= int(number)
+            waiting[-1][0] -= number
+            if not waiting[-1][0]:
+                waiting.pop()
+        until, number = heapq.heappop(running)
+        moved = (_MULTIPROCESSORS - free) * kind.kilobytes / _KILOBYTES_A_MICROSECOND
+        time += (until - done) * max(kind.microseconds, moved)
+        done = until
+        free += number
+    return time
 
 
 def _microseconds(cuts: Cuts, num_chunks: int, num_v_heads: int, has_inner: bool) -> float:
@@ -92,26 +107,33 @@ def _microseconds(cuts: Cuts, num_chunks: int, num_v_heads: int, has_inner: bool
     Each with one fragment; the first, the last and, if there are any, those between them.
     """
     pieces, ends = cuts
-    others = (pieces - 1) * num_v_heads
     unit = num_chunks / (pieces - 1 + ends)
+    long, others = (num_v_heads, ends * unit), ((pieces - 1) * num_v_heads, unit)
+    summaries = (2 * others[0], unit)  # H and M
     # An uncut fragment tells its H or its dH and nothing else: M of both ends is what nobody needs.
-    first = _run(_SUMMARY, unit, num_v_heads, ends, 2 * others) + _run(_REVERSE_SUMMARY, unit, 0, ends, others)
-    last = _run(_SUMMARY, unit, 0, ends, 2 * others) + _run(_REVERSE_SUMMARY, unit, num_v_heads, ends, others)
+    first = _run(_SUMMARY, (long, summaries)) + _run(_REVERSE_SUMMARY, (others,))
+    last = _run(_SUMMARY, (summaries,)) + _run(_REVERSE_SUMMARY, (long, others))
     passes = (_OUTPUTS, _STATES, _REVERSE)
-    slowest = max(first, last) + sum(_run(kind, unit, num_v_heads, ends, others) for kind in passes)
+    slowest = max(first, last) + sum(_run(kind, (long, others)) for kind in passes)
     if has_inner:
-        programs, equal = pieces * num_v_heads, num_chunks / pieces
-        inner = sum(_run(kind, equal, 0, 1, programs) for kind in (*passes, _REVERSE_SUMMARY))
-        slowest = max(slowest, inner + _run(_SUMMARY, equal, 0, 1, 2 * programs))
+        number, unit = pieces * num_v_heads, num_chunks / pieces
+        inner = sum(_run(kind, ((number, unit),)) for kind in (*passes, _REVERSE_SUMMARY))
+        slowest = max(slowest, inner + _run(_SUMMARY, ((2 * number, unit),)))
     return slowest + (pieces - 1) * _STEP_MICROSECONDS
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _best_ends(pieces: int, num_chunks: int, num_v_heads: int, has_inner: bool) -> tuple[float, int]:
     """The least time of so many pieces, and the ends for it."""
     most = max(1, min(_LONGEST_ENDS, num_chunks // _LEAST_PIECE_CHUNKS - pieces + 1)) if pieces > 1 else 1
     found = [(_microseconds(Cuts(pieces, x), num_chunks, num_v_heads, has_inner), x) for x in range(1, most + 1)]
     return min(found)
+
+
+def _about(num_chunks: int) -> int:
+    """A number of chunks that few others are rounded to as well."""
+    step = max(1, 2 ** (num_chunks.bit_length() - 1) // _LENGTHS_AN_OCTAVE)
+    return num_chunks // step * step
 
 
 def cuts_by_rule(
@@ -126,7 +148,7 @@ def cuts_by_rule(
     has_inner: whether any rank lies between others of its document; its pieces are equal. pieces: to be taken, then
     only the ends follow from the model.
     """
-    num_chunks = -(-num_tokens // CHUNK)
+    num_chunks = _about(-(-num_tokens // CHUNK))
     most = max(1, min(_MOST_PIECES, num_chunks // _LEAST_PIECE_CHUNKS))
     if num_v_heads is None:
         return Cuts(min(UNTOLD_PIECES, most) if pieces is None else pieces, 1)

@@ -8,8 +8,6 @@ to which nothing listens (`gdn_ops.plain`) has no graph. It computes them here, 
 and keeps no more for the backward.
 
 A backward in parts can also compute the states of the chunks, which need nobody's words, while these are on their way.
-It takes all heads at once where one rank's call on as many documents would (`chunk_states`), however many pieces these
-are cut in.
 """
 
 import functools
@@ -101,17 +99,14 @@ def _prepare_backward(
 
 def _states(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, *tensors: Tensor, num_fragments: int, **options: Any,
+    A_log: Tensor | None, dt_bias: Tensor | None, *tensors: Tensor, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """States and updates, if the backend computes them before the others; tensors: saved, scratch."""
     inputs = _ready(Inputs(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias))
     chosen = _ready_options(Options(**options))
     backend = backend_for(inputs, chosen)
     saved, scratch = _split(tensors)
-    found = backend.chunk_states(
-        inputs, saved_matrices(saved, inputs), chosen, backend.Scratch(*scratch), num_fragments
-    )
-    return found or ()
+    return backend.chunk_states(inputs, saved_matrices(saved, inputs), chosen, backend.Scratch(*scratch)) or ()
 
 
 def _gradients(
@@ -194,13 +189,10 @@ def prepare_backward(
     return Prepared((*found[:_NUM_SHARED], *saved[_NUM_SHARED:]), (*found[_NUM_SHARED:], *tables))
 
 
-def states(prepared: Prepared, *tensors: Any, num_fragments: int, **options: Any) -> tuple[Tensor, ...]:
-    """States and updates of a backward's chunks, if they can be computed ahead; tensors: the nine of `gdn::chunk_fwd`.
-
-    num_fragments: of how many fragments of documents the documents of the call are pieces.
-    """
+def states(prepared: Prepared, *tensors: Any, **options: Any) -> tuple[Tensor, ...]:
+    """States and updates of a backward's chunks, if it can be ahead; tensors: as for `gdn::chunk_fwd`."""
     run = _states_again if tensors[0].is_cuda else _states
-    return run(*tensors, *prepared.saved, *prepared.scratch, num_fragments=num_fragments, **options)
+    return run(*tensors, *prepared.saved, *prepared.scratch, **options)
 
 
 def gradients(

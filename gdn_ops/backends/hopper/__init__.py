@@ -43,6 +43,11 @@ group still has this many documents times heads, so that the sequential kernels 
 """
 
 
+_CHAINED_DOCUMENTS = 16
+"""Up to so many documents that begin with a state and end with a state's gradient are taken for pieces of one
+(`gdn_ops.context_parallel`): all heads at once, as where that one runs whole. Pieces differ in length, the longest
+bounds a group's time, and two groups would pay it twice."""
+
 _SETTING_CHANGED = "the setting cut_documents changed between a forward and its backward"
 
 
@@ -122,16 +127,15 @@ def chunk_prepare_bwd(
         return filled, Scratch(kept.factors, *chunks)
 
 
-def chunk_states(
-    inputs: Inputs, saved: Saved, options: Options, scratch: Scratch, num_fragments: int
-) -> tuple[Tensor, Tensor] | None:
-    """States and updates of all heads for a backward that comes later, or None where it should compute them itself.
+def chunk_states(inputs: Inputs, saved: Saved, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor] | None:
+    """States and updates of all heads for a backward that comes later, with gradients of final states; or None where it
+    should compute them itself.
 
-    saved, scratch: of `chunk_prepare_bwd`. num_fragments: of how many fragments of documents those of `inputs` are
-    pieces; with as many documents one rank would not take its heads in groups.
+    saved, scratch: of `chunk_prepare_bwd`.
     """
     s = sizes(inputs)
-    if s.T * s.B == 0 or s.N == 0 or saved.states.shape[0] or len(head_groups(s._replace(N=num_fragments), False)) > 1:
+    is_in_one = len(head_groups(s, False, inputs.initial_state is not None)) == 1
+    if s.T * s.B == 0 or s.N == 0 or saved.states.shape[0] or not is_in_one:
         return None
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
@@ -211,7 +215,8 @@ def chunk_bwd(
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
         has_gate = inputs.A_log is not None
         parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
-        for heads in head_groups(s, keep_states) if states_again is None else [range(s.HV)]:
+        is_chained = inputs.initial_state is not None and dfinal_state is not None
+        for heads in head_groups(s, keep_states, is_chained) if states_again is None else [range(s.HV)]:
             H = len(heads)
             if keep_states:
                 states, updates = saved.states, saved.updates
@@ -256,10 +261,14 @@ def chunk_bwd(
             target.finish()
 
 
-def head_groups(s: Sizes, keep_states: bool) -> list[range]:
-    """The ranges of value heads that the backward works on one after the other; whole query/key heads each."""
+def head_groups(s: Sizes, keep_states: bool, is_chained: bool = False) -> list[range]:
+    """The ranges of value heads that the backward works on one after the other; whole query/key heads each.
+
+    is_chained: whether documents have initial states, and gradients of final ones.
+    """
     scratch = 0 if keep_states else _state_bytes(s, s.HV)
     is_small = scratch <= _GROUPED_SCRATCH_BYTES or s.N * (s.HV // 2) < _GROUPED_PROGRAMS
+    is_small = is_small or (is_chained and s.N <= _CHAINED_DOCUMENTS)
     if is_small or s.HK == 1 or settings.segments(s).is_split:
         return [range(s.HV)]
     middle = (s.HK + 1) // 2 * (s.HV // s.HK)
@@ -291,7 +300,8 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
         at_cuts = tensors * rule.num_cuts * s.HV * s.K * s.V * 4
     total = tables + factors + at_cuts + (0 if save in ("solve", "states") else prepared)
     if backward:
-        largest = max(len(heads) for heads in head_groups(s, save == "states"))
+        is_chained = inputs.initial_state is not None  # and gradients of final ones, perhaps
+        largest = max(len(heads) for heads in head_groups(s, save == "states", is_chained))
         kept = s.num_chunks * largest * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
         total += _state_bytes(s, largest) - kept + s.num_chunks * largest * NUM_SUMS * CHUNK * 4
         total += s.num_chunks * 2 * s.HV * 4 if inputs.A_log is not None else 0

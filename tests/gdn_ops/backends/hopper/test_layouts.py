@@ -101,6 +101,17 @@ def test_head_groups_cover_all_heads_in_order() -> None:
     assert len(hopper.head_groups(sizes(inputs_of(T=262144, HK=16, HV=48)), keep_states=False)) == 1, "one document"
 
 
+@pytest.mark.parametrize("N, with_initial, expected", [(5, False, 2), (5, True, 1), (16, True, 1), (17, True, 2)])
+def test_pieces_of_a_document_are_taken_with_all_heads(N: int, with_initial: bool, expected: int) -> None:
+    """They have states at both ends; and no more scratch is allocated than is told."""
+    inputs = inputs_of(T=32768, HK=16, HV=48)._replace(cu_seqlens=torch.empty(N + 1, dtype=torch.int32, device="meta"))
+    if with_initial:
+        inputs = inputs._replace(initial_state=torch.empty(N, 48, 128, 128, device="meta"))
+    assert len(hopper.head_groups(sizes(inputs), False, with_initial)) == expected
+    told = hopper.scratch_bytes(inputs, OPTIONS, backward=True)
+    assert 2.0e9 / expected < told < 2.3e9 / expected
+
+
 def test_scratch_bytes_of_the_main_shape() -> None:
     cu = torch.empty(6, dtype=torch.int32, device="meta")
     inputs = inputs_of(T=32768, HK=16, HV=48)._replace(cu_seqlens=cu)
