@@ -276,7 +276,9 @@ class _Figure:
         """The convolution of a packed row."""
         return causal_conv1d(row, self.weight, cp_context=context)
 
-    def time(self, function: Callable[[Tensor, Context], Tensor], context: Context, channels: int, out: int) -> Times:
+    def step(
+        self, function: Callable[[Tensor, Context], Tensor], context: Context, channels: int, out: int
+    ) -> Callable[[], object]:
         """A forward and a backward of this rank's tokens, with `channels` in and `out` out."""
         tokens = context.num_tokens
 
@@ -289,13 +291,13 @@ class _Figure:
             x.grad = None  # a sum into an earlier gradient would be timed too
             function(x, context).backward(grad)
 
-        return self.measure(step)
+        return step
 
     def compare(
         self, name: str, function: Callable[[Tensor, Context], Tensor], context: Context, channels: int, out: int
     ) -> None:
         """One line: over the ranks, on one, and their ratio."""
-        self.say(name, self.time(function, context, channels, out), self.time(function, self.single, channels, out))
+        self.say(name, *self.measure(*(self.step(function, c, channels, out) for c in (context, self.single))))
 
     def say(self, name: str, found: Times | None, single: Times | None) -> None:
         """Print a line on rank 0."""
@@ -305,24 +307,33 @@ class _Figure:
         hosts = [" " * 8 if x is None else f"{x.host:>8.3f}" for x in (found, single)]
         say(self.rank, f"{name:<36} {cells[0]} {cells[1]} {ratio} {hosts[0]} {hosts[1]}")
 
-    def measure(self, step: Callable[[], object]) -> Times:
-        """A step's time among several in a row, as in training: median over repeats of the slowest rank's."""
-        found, steps = [], 5
+    def measure(self, *kinds: Callable[[], object]) -> list[Times]:
+        """A step's time among several in a row, as in training: median over repeats of the slowest rank's.
+
+        Of several kinds of steps, in turn, so that a clock that falls as the chip warms does so for all.
+        """
+        found: list[list[list[float]]] = [[] for _ in kinds]
         for repeat in range(self.repeats + 3):
-            if self.ranks > 1:
-                dist.barrier()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            issued = time.perf_counter()
-            torch.cuda.synchronize()
-            took = torch.tensor([time.perf_counter() - started, issued - started], device=self.device) / steps
-            if self.ranks > 1:
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if repeat >= 3:  # the first ones compile and warm up
-                found.append(took.tolist())
-        return Times(*(1e3 * statistics.median(column) for column in zip(*found, strict=True)))
+            for step, times in zip(kinds, found, strict=True):
+                took = self._row(step)
+                if repeat >= 3:  # the first ones compile and warm up
+                    times.append(took)
+        return [Times(*(1e3 * statistics.median(x) for x in zip(*times, strict=True))) for times in found]
+
+    def _row(self, step: Callable[[], object], count: int = 5) -> list[float]:
+        """Seconds a step of so many in a row, and seconds of the host; of the slowest rank."""
+        if self.ranks > 1:
+            dist.barrier()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            step()
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - started, issued - started], device=self.device) / count
+        if self.ranks > 1:
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return took.tolist()
 
     def gathers(self, sizes: Sequence[int]) -> Callable[[], object]:
         """The bare all-gathers of messages of so many bytes."""
@@ -335,8 +346,8 @@ class _Figure:
 
         return step
 
-    def emulated(self, pieces: int) -> tuple[int, Times]:
-        """Pieces, and the time of all ranks' work on this GPU over their number; the exchange is a concatenation."""
+    def emulated(self, pieces: int) -> tuple[int, Callable[[], object]]:
+        """Pieces, and a step of all ranks' work on this GPU; the exchange is a concatenation."""
         contexts = emulation.contexts(self.part, self.device, HEADS[1], pieces or None, self.ends)
         rows = [
             torch.randn(1, c.num_tokens, self.width, device=self.device, dtype=torch.bfloat16).requires_grad_()
@@ -355,8 +366,7 @@ class _Figure:
             )  # fmt: skip
             torch.autograd.grad([o for o, _ in found], rows, grads)
 
-        found = self.measure(step)
-        return contexts[0].pieces, Times(*(x / self.part.num_ranks for x in found))
+        return contexts[0].pieces, step
 
 
 def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> int:
@@ -372,17 +382,18 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
     say(rank, f"{title:<36} {str(count) + ' ranks':>10} {'one rank':>10} {'ratio':>7} {'host':>8} {'host':>8}")
     values = HEADS[1] * HEADS[2]
     if options.emulate:
-        single = figure.time(figure.op, figure.single, width, values)
-        for pieces in options.pieces:
-            used, found = figure.emulated(pieces)
-            figure.say(f"op on packed rows, {used} pieces", found, single)
+        used, steps = zip(*map(figure.emulated, options.pieces), strict=True)
+        single, *all_found = figure.measure(figure.step(figure.op, figure.single, width, values), *steps)
+        for number, found in zip(used, all_found, strict=True):
+            figure.say(f"op on packed rows, {number} pieces", Times(*(x / count for x in found)), single)
         return 0
     if "op" in options.rows:
-        single = figure.time(figure.op, figure.single, width, values)
-        for pieces in options.pieces:
-            context = figure.context(pieces)
-            found = figure.time(figure.op, context, width, values)
-            figure.say(f"op on a packed row, {context.pieces} pieces", found, single)
+        contexts = [figure.context(pieces) for pieces in options.pieces]
+        single, *all_found = figure.measure(
+            *(figure.step(figure.op, context, width, values) for context in (figure.single, *contexts))
+        )
+        for context, found in zip(contexts, all_found, strict=True):
+            figure.say(f"op on a packed row, {context.pieces} pieces, ends {context.ends}", found, single)
     context = figure.context(options.pieces[0] if len(options.pieces) == 1 else 0)
     if "op" in options.rows:
         figure.compare(f"the same compiled, {context.pieces} pieces", compiled(figure.op), context, width, values)
@@ -394,12 +405,12 @@ def _figure(options: argparse.Namespace, rank: int, ranks: int, device: torch.de
         figure.compare("the same compiled", compiled(figure.convolution), context, width, width)
         # The convolution's forward reads and writes a row; its backward reads two and writes one.
         row, other = (torch.zeros(figure.alone.num_tokens, width, device=device, dtype=torch.bfloat16) for _ in "ab")
-        figure.say("the same bytes copied and added", None, figure.measure(lambda: torch.add(other.copy_(row), row)))
+        figure.say("the same bytes copied and added", None, figure.measure(lambda: torch.add(other.copy_(row), row))[0])
     if "exchange" in options.rows and ranks > 1:
         sizes = figure.part.exchange_bytes(num_v_heads=HEADS[1])
-        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes)), None)
+        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes))[0], None)
         sizes = figure.part.halo_bytes(channels=width)
-        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes)), None)
+        figure.say(f"all-gathers of {sizes[0]} + {sizes[1]} bytes", figure.measure(figure.gathers(sizes))[0], None)
     return 0
 
 

@@ -52,7 +52,7 @@ _STEP_MICROSECONDS = 18.0
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM). A constant, so that a share is cut the same way wherever it runs."""
 
-_NEAR_ENOUGH = 1.02
+_NEAR_ENOUGH = 1.01
 """Each piece keeps states of its own until the backward, so the fewest are taken whose time is near the best."""
 
 _MOST_PIECES = 16
@@ -141,7 +141,7 @@ def cuts_by_rule(
 ) -> Cuts:
     """The rule: how to cut a share of `num_tokens`, from shapes alone, for a GPU of 132 multiprocessors.
 
-    The fewest pieces for which a model of the sequential passes is within 2 % of its least time, at most 16, none
+    The fewest pieces for which a model of the sequential passes is within 1 % of its least time, at most 16, none
     shorter than 1024 tokens, with the ends for which it is least. If the number of heads is not known, 8 within the
     same limits, all equal.
 

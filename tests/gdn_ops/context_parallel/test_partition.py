@@ -154,9 +154,9 @@ def test_the_rule_for_pieces_fills_the_chip_and_leaves_short_shares_whole():
     assert cuts_by_rule(10**7, 1) == Cuts(16, 1)
     assert cuts_by_rule(32768, None) == Cuts(8, 1)
     assert cuts_by_rule(32768, None, pieces=3) == Cuts(3, 1)
-    # 48 long chains leave 84 multiprocessors, on which the 144 others run two in a row, the 240 of six pieces three.
-    assert cuts_by_rule(32768, 48) == cuts_by_rule(32768, 48, pieces=4) == Cuts(4, 2)
-    assert cuts_by_rule(32768, 48, pieces=6) == Cuts(6, 3)
+    # 48 long chains leave 84 multiprocessors, on which the 240 others run three in a row, the 144 of four pieces two.
+    assert cuts_by_rule(32768, 48) == cuts_by_rule(32768, 48, pieces=6) == Cuts(6, 3)
+    assert cuts_by_rule(32768, 48, pieces=4) == Cuts(4, 2)
     assert has_inner_fragments(partition([0, 900], 3)) and not has_inner_fragments(partition([0, 900], 2))
     assert cuts_by_rule(32768, 48, has_inner=True).pieces == 5
 
