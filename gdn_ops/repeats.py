@@ -80,6 +80,7 @@ def remembered(
         key = (
             current.backend,
             current.cut_documents,
+            current.backward_bytes,
             kwargs.get("deterministic", True) or torch.are_deterministic_algorithms_enabled(),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
             *(kwargs.items() if count is None else _hashable(kwargs)),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from gdn_ops.shapes import SAVE_LEVELS, WHOLE_DOCUMENTS, SegmentRule, Sizes, segment_rule
+from gdn_ops.shapes import SAVE_LEVELS, WHOLE_DOCUMENTS, SegmentRule, Sizes, in_parts, segment_rule
 
 BACKENDS = ("auto", "cpu", "triton", "hopper")
 
@@ -24,6 +24,8 @@ class Settings:
     cut_documents (GDN_OPS_CUT_DOCUMENTS): with few documents and heads the Hopper backend cuts documents into segments,
         exactly; a document then no longer has the bits of the same document in another pack. To be the same in a
         forward and its backward.
+    backward_bytes (GDN_OPS_BACKWARD_BYTES): about how much scratch for states a backward of the Hopper backend takes
+        where it can choose; more is faster, and no bit changes. To be the same in a forward and its backward.
     """
 
     backend: str = "auto"
@@ -31,6 +33,7 @@ class Settings:
     debug: bool = False
     fast_calls: bool = True
     cut_documents: bool = True
+    backward_bytes: int = 400_000_000
 
     def __post_init__(self) -> None:
         """Refuse unknown words."""
@@ -38,6 +41,10 @@ class Settings:
             raise ValueError(f"setting backend: expected one of {BACKENDS}, got {self.backend!r}")
         if self.save not in SAVE_LEVELS[1:]:
             raise ValueError(f"setting save: expected one of {SAVE_LEVELS[1:]}, got {self.save!r}")
+        if not isinstance(self.backward_bytes, int) or isinstance(self.backward_bytes, bool):
+            raise TypeError(f"setting backward_bytes: expected an int, got {type(self.backward_bytes).__name__}")
+        if self.backward_bytes <= 0:
+            raise ValueError(f"setting backward_bytes: expected a positive number, got {self.backward_bytes}")
         for name in ("debug", "fast_calls", "cut_documents"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -58,6 +65,10 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
             if text.lower() not in ("0", "1", "false", "true", ""):
                 raise ValueError(f"GDN_OPS_{field.name.upper()}: expected 0 or 1, got {text!r}")
             values[field.name] = text.lower() in ("1", "true")
+        elif field.type in (int, "int"):
+            if not text.isascii() or not text.isdigit():
+                raise ValueError(f"GDN_OPS_{field.name.upper()}: expected a number, got {text!r}")
+            values[field.name] = int(text)
         else:
             values[field.name] = text
     return Settings(**values)
@@ -72,8 +83,10 @@ def current() -> Settings:
 
 
 def segments(s: Sizes) -> SegmentRule:
-    """How the documents of a call are cut under the settings in force."""
-    return segment_rule(s) if _current.cut_documents else WHOLE_DOCUMENTS
+    """How the documents of a call are cut, and in how many parts a backward goes through them, under the settings in
+    force."""
+    rule = segment_rule(s) if _current.cut_documents else WHOLE_DOCUMENTS
+    return in_parts(rule, s, _current.backward_bytes)
 
 
 @contextlib.contextmanager

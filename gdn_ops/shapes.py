@@ -4,6 +4,7 @@ Letters: B batch, T tokens, N documents, HK query/key heads, HV value heads, K q
 V value head size, C chunk length, NT chunks (an upper bound that needs no value of `cu_seqlens`).
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -166,7 +167,8 @@ class SegmentRule(NamedTuple):
     whether documents are cut into segments that run at once, forward and backward; first: how long a document's first
     segment is, in SEGMENT_UNIT. stretch_chunks: after how many chunks of a segment, each time, the forward leaves its
     state, from where the backward computes states and updates again; num_left: rows for those states, 0 if it leaves
-    none.
+    none. parts: in how many parts the backward goes through each document (`turns`); if more than one, the states left
+    are those at the parts' ends, but a document's last one.
     """
 
     chunks: int
@@ -175,6 +177,7 @@ class SegmentRule(NamedTuple):
     first: int
     stretch_chunks: int
     num_left: int
+    parts: int = 1
 
 
 WHOLE_DOCUMENTS = SegmentRule(0, 0, False, SEGMENT_UNIT, 0, 0)
@@ -222,6 +225,74 @@ def segment_rule(s: Sizes) -> SegmentRule:
     # Segments that all run in one round are computed again as they are: 0 instead of 1.
     has_rest = torch.sym_max(torch.sym_min(segments * s.HV - _MULTIPROCESSORS, 1), 0)
     return SegmentRule(chunks, most, True, first, stretch_chunks, has_rest * num_left)
+
+
+# ---- turns of the backward
+#
+# Every chunk's state, its gradient and its updates are written to memory and read back by another kernel. What that
+# takes is bounded by going through the heads in groups and through the documents in parts, in the same memory;
+# docs/kernels_hopper.md, "Memory", has the figures.
+
+MOST_PARTS = 8
+"""A power of two: parts lie along an axis of a kernel's tile."""
+
+_LEAST_PART_CHUNKS = 8
+"""In parts that are shorter on average, what is handed on between them would be a great share of what is moved."""
+
+_GROUPED_CHAINS = 100
+"""The fewest documents times value heads of a group of heads, so that the sequential kernels keep the multiprocessors
+busy: with fewer their time is the longest document's chain, which each group pays."""
+
+
+class Turns(NamedTuple):
+    """In how many groups of heads, and in how many parts of documents, a backward goes through a call's chunks."""
+
+    groups: int
+    parts: int
+
+
+def scratch_bytes_of(num_chunks: int, num_heads: int, key_dim: int = 128, value_dim: int = 128) -> int:
+    """Bytes of states, their gradients and updates of 16-bit operands, and of float32 row sums."""
+    return num_chunks * num_heads * ((2 * key_dim + CHUNK) * value_dim * 2 + 15 * CHUNK * 4)
+
+
+def _dividing(n: int, x: int, up: bool) -> int:
+    """The divisor of n that x is rounded to (1 and n where there is none); without a branch, x may be symbolic."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    found = 1
+    for below, above in itertools.pairwise(divisors):
+        beyond = x - below if up else x - above + 1
+        found += (above - below) * torch.sym_max(torch.sym_min(beyond, 1), 0)
+    return found
+
+
+def turns(s: Sizes, most_bytes: int) -> Turns:
+    """The turns of a call whose documents are not cut, from shapes alone: the fewest for scratch of about `most_bytes`,
+    groups of heads first, for nothing is handed on between them. Groups are of one size."""
+    if s.B * s.T == 0 or s.N == 0:
+        return Turns(1, 1)
+    whole = scratch_bytes_of(s.num_chunks, s.HV, s.K, s.V)
+    groups = torch.sym_min(
+        _dividing(s.HK, (whole + most_bytes - 1) // most_bytes, up=True),
+        _dividing(s.HK, s.N * s.HV // _GROUPED_CHAINS, up=False),
+    )
+    parts = (whole + groups * most_bytes - 1) // (groups * most_bytes)
+    parts = torch.sym_min(torch.sym_min(parts, s.num_chunks // (_LEAST_PART_CHUNKS * s.N)), MOST_PARTS)
+    return Turns(groups, torch.sym_max(parts, 1))
+
+
+def part_chunks(num_tokens: int, num_documents: int, parts: int) -> int:
+    """NS: most chunks of one part. A document of n tokens has at most ceil(n / (64 * parts)) in one."""
+    tokens = CHUNK * parts
+    return (num_tokens + num_documents * (tokens - 1)) // tokens
+
+
+def in_parts(rule: SegmentRule, s: Sizes, most_bytes: int) -> SegmentRule:
+    """The rule with the parts of a call whose documents are whole, of which no state is left otherwise."""
+    if rule is not WHOLE_DOCUMENTS:
+        return rule
+    parts = turns(s, most_bytes).parts
+    return rule._replace(parts=parts, num_left=s.N * (parts - 1))
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,16 +14,19 @@ def test_saved_bytes_of_the_main_shape():
     gates, square = chunks * 48 * 64 * 4, chunks * 48 * 64 * 64 * 2
     states = chunks * 48 * 128 * (128 + 64) * 2
     assert memory.saved_bytes(**MAIN, save="inputs") == 0
-    assert memory.saved_bytes(**MAIN, save="solve") == gates + 2 * square
+    # Where the parts of each document end, of which there are three.
+    left = 5 * 2 * 48 * 128 * 128 * 4
+    assert memory.saved_bytes(**MAIN, save="solve") == gates + 2 * square + left
     assert memory.saved_bytes(**MAIN, save="states") == gates + 2 * square + states
-    assert memory.saved_bytes(**MAIN, save="solve", use_qk_l2norm=True) == gates + 2 * square + 32768 * 2 * 16 * 4
+    norms = 32768 * 2 * 16 * 4
+    assert memory.saved_bytes(**MAIN, save="solve", use_qk_l2norm=True) == gates + 2 * square + left + norms
     few = {**MAIN, "num_documents": 1}
     # Two cuts, each with a transition, and seven states left inside segments.
     cuts, left = 2 * 2 * 48 * 128 * 128 * 4, 7 * 48 * 128 * 128 * 4
     whole = (512 + 1) * 48 * (64 * 4 + 2 * 64 * 64 * 2)
     assert memory.saved_bytes(**few, save="solve") == whole + cuts + left
     assert memory.saved_bytes(**few, save="states") == whole + (512 + 1) * 48 * 128 * (128 + 64) * 2 + cuts
-    with settings.configure(cut_documents=False):
+    with settings.configure(cut_documents=False, backward_bytes=10**10):
         assert memory.saved_bytes(**few, save="solve") == whole
     with settings.configure(save="inputs"):
         assert memory.saved_bytes(**MAIN) == 0

@@ -1,10 +1,12 @@
 """The Hopper backend (sm_90): TMA, asynchronous tensor cores and warp specialisation, written in Gluon and Triton.
 
 Forward: `chunks` -> `gates` -> `solve` -> `forward`; with norms, which `solve` makes, `gates` again after it. Backward:
-the same preparation as far as it was not saved, then for one group of heads after the other `forward` (states and
-updates), `reverse`, `gradients`, `epilogue`. Where few and long documents would leave most of the chip idle, they are
-cut (`segments`), and summaries and a combination of segments come before `forward` and before `reverse`; the backward's
-`forward` then runs on stretches of segments. Every stage's file says what it computes and what stays on chip.
+the same preparation as far as it was not saved, then for one group of heads after the other, and in it for one part of
+each document after the other, the last part first, `forward` (states and updates), `reverse`, `gradients`, `epilogue`.
+A part starts from states that the op's forward has left at the parts' ends; both recurrences of a part run in one
+launch (`recurrences`). Where few and long documents would leave most of the chip idle, they are cut (`segments`), and
+summaries and a combination of segments come before `forward` and before `reverse`; the backward's `forward` then runs
+on stretches of segments. Every stage's file says what it computes and what stays on chip.
 
 What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
 gradient targets that no descriptor can describe.
@@ -16,39 +18,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_ops import settings
+from gdn_ops import settings, shapes
 from gdn_ops.backends.hopper import tma
-from gdn_ops.backends.hopper.chunks import Chunks, chunk_table, clear_ownerless
+from gdn_ops.backends.hopper.chunks import Chunks, Part, chunk_table, clear_ownerless
 from gdn_ops.backends.hopper.epilogue import epilogue, gate_sums
 from gdn_ops.backends.hopper.forward import begin, forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import is_hopper as _is_hopper
 from gdn_ops.backends.hopper.launch import on_device
+from gdn_ops.backends.hopper.recurrences import recurrences
 from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.outputs import Backward, Forward
-from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, SegmentRule, Sizes, sizes
+from gdn_ops.shapes import (
+    CHUNK,
+    Inputs,
+    Options,
+    Saved,
+    SegmentRule,
+    Sizes,
+    part_chunks,
+    scratch_bytes_of,
+    sizes,
+)
 
 HEAD_SIZE = 128
-
-_GROUPED_SCRATCH_BYTES = 2**29
-_GROUPED_PROGRAMS = 100
-"""The backward goes through the heads in two groups where the scratch for states would exceed these bytes and each
-group still has this many documents times heads, so that the sequential kernels keep the multiprocessors busy.
-
-16/48 heads, 32768 tokens in five documents: 2.0 GB of scratch become 1.0.
-"""
+TOGETHER = True
 
 
 _CHAINED_DOCUMENTS = 16
 """Up to so many documents that begin with a state and end with a state's gradient are taken for pieces of one
-(`gdn_ops.context_parallel`): all heads at once, as where that one runs whole. Pieces differ in length, the longest
+(`gdn_ops.context_parallel`): all heads at once and whole, as where that one runs
+whole. Pieces differ in length, the longest
 bounds a group's time, and two groups would pay it twice."""
 
-_SETTING_CHANGED = "the setting cut_documents changed between a forward and its backward"
+_SETTING_CHANGED = "the setting cut_documents or backward_bytes changed between a forward and its backward"
 
 
 def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
@@ -84,6 +91,10 @@ class Scratch(NamedTuple):
     stretches: Tensor
     cuts: Tensor
     totals: Tensor
+    slots: Tensor
+    pieces: Tensor
+    counts: Tensor
+    order: Tensor
 
     @property
     def chunks(self) -> Chunks:
@@ -119,7 +130,10 @@ def chunk_prepare_bwd(
         chunks = Chunks(*tables) if tables else _chunks(inputs, s)
         rule = settings.segments(s)
         num_segments = s.N + rule.num_cuts
-        if (len(chunks.segments), len(chunks.stretches)) != (num_segments, num_segments + rule.num_left):
+        num_stretches = num_segments + (rule.num_left if rule.parts == 1 else 0)
+        num_parts = rule.parts if rule.parts > 1 else 0
+        found = len(chunks.segments), len(chunks.stretches), len(chunks.slots)
+        if found != (num_segments, num_stretches, num_parts):
             raise RuntimeError(_SETTING_CHANGED)
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
         norms = saved.norms if kept.norms is None else kept.norms.view(s.B, s.T, 2, s.HK)
@@ -134,17 +148,21 @@ def chunk_states(inputs: Inputs, saved: Saved, options: Options, scratch: Scratc
     saved, scratch: of `chunk_prepare_bwd`.
     """
     s = sizes(inputs)
-    is_in_one = len(head_groups(s, False, inputs.initial_state is not None)) == 1
-    if s.T * s.B == 0 or s.N == 0 or saved.states.shape[0] or not is_in_one:
+    if s.T * s.B == 0 or s.N == 0 or saved.states.shape[0]:
+        return None
+    rule = settings.segments(s)
+    in_turns = len(head_groups(s, False)) > 1 or rule.parts > 1
+    if in_turns and not _is_at_once(s, inputs.initial_state is not None):
         return None
     with on_device(inputs.q):
         q, k, v = (_flat(x) for x in inputs[:3])
-        rule = settings.segments(s)
         kept = _prepared(saved, scratch)
         cuts = _checked_cuts(saved, rule)
         if rule.num_cuts > 0 and cuts.transitions is None:
             return None
-        return _states_again(q, k, v, inputs, kept, s, scratch.chunks, cuts, range(s.HV))
+        into = _empty_states(q, s, s.num_chunks, s.HV)
+        whole = scratch.chunks.whole
+        return _states_again(q, k, v, inputs, kept, scratch.chunks, whole, cuts, range(s.HV), into)
 
 
 def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, scratch: Scratch | None = None) -> None:
@@ -179,7 +197,8 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, scratch
         forward(
             q, k, v, kept.solve, kept.scores, kept.factors, chunks.segments,
             initial_state=inputs.initial_state, first_run=s.N if rule.num_cuts > 0 else 0, cut_states=cuts.states,
-            num_cuts=rule.num_cuts, leave_every=leave_every, **results._asdict(),
+            num_cuts=rule.num_cuts, leave_every=leave_every, parts=rule.parts if cuts.num_left > 0 else 1,
+            **results._asdict(),
         )  # fmt: skip
         if inputs.cu_seqlens is not None:
             clear_ownerless([o.unsqueeze(2)], chunks)
@@ -213,45 +232,62 @@ def chunk_bwd(
         cuts = _checked_cuts(saved, rule)
         if rule.num_cuts > 0 and cuts.transitions is None:
             cuts = _states_at_cuts(q, k, v, inputs, kept, s, chunks, rule)
-        has_gate = inputs.A_log is not None
-        parts = kept.gates.new_empty((s.num_chunks, 2, s.HV)) if has_gate else None
+        kept_states = (saved.states, saved.updates) if keep_states else states_again
         is_chained = inputs.initial_state is not None and dfinal_state is not None
-        for heads in head_groups(s, keep_states, is_chained) if states_again is None else [range(s.HV)]:
+        at_once = kept_states is not None or _is_at_once(s, is_chained)
+        parts = [chunks.whole] if at_once or rule.parts == 1 else chunks.parts
+        if len(parts) > 1 and cuts.num_left == 0:
+            cuts = _states_at_parts(q, k, v, inputs, kept, s, chunks, rule)
+        shares = None
+        if inputs.A_log is not None:
+            # A sum of torch's also has the rows of chunks that do not exist.
+            allocate = kept.gates.new_empty if settings.current().fast_calls else kept.gates.new_zeros
+            shares = allocate((s.num_chunks, 2, s.HV))
+        d_initial_state = None if inputs.initial_state is None else out.d_initial_state
+        handed = kept.gates.new_empty((s.N, s.HV, s.K, s.V)) if len(parts) > 1 else None
+        rows = max(len(part.table) for part in parts)
+        for heads in head_groups(s, at_once):
             H = len(heads)
-            if keep_states:
-                states, updates = saved.states, saved.updates
-            elif states_again is not None:
-                states, updates = states_again
-            else:
-                states, updates = _states_again(q, k, v, inputs, kept, s, chunks, cuts, heads)
-            dstates = q.new_empty((s.num_chunks, H, s.V, s.K))
-            sums = kept.gates.new_empty((s.num_chunks, H, NUM_SUMS, CHUNK))
-            d_initial_state = None if inputs.initial_state is None else out.d_initial_state
-            cut_dstates = None
-            if cuts.transitions is not None:
-                cut_dstates = _gradients_at_cuts(
-                    q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates, dv, sums
-                )
-            reverse(
-                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
-                dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state, d_initial_state=d_initial_state,
-                heads=heads, cut_dstates=cut_dstates,
-            )  # fmt: skip
-            gradients(
-                q, k, flat_do, dv, states, dstates, updates, kept.gates, kept.factors, kept.norms, chunks,
-                options.scale, dq=dq, dk=dk, sums=sums, heads=heads,
-            )  # fmt: skip
-            epilogue(
-                sums, kept.gates, kept.factors, kept.scores, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias,
-                chunks, options, dg=dg, dbeta=dbeta, parts=parts, heads=heads,
-            )  # fmt: skip
+            states, updates = _empty_states(q, s, rows, H) if kept_states is None else kept_states
+            dstates = q.new_empty((rows, H, s.V, s.K))
+            sums = kept.gates.new_empty((rows, H, NUM_SUMS, CHUNK))
+            for part in reversed(parts):
+                if kept_states is None and cuts.transitions is None and not _has_stretches(chunks, cuts) and TOGETHER:
+                    recurrences(
+                        q, k, v, flat_do, kept.solve, kept.scores, kept.factors, part,
+                        initial_state=inputs.initial_state, left=cuts.states, states=states, updates=updates,
+                        dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state, d_initial_state=d_initial_state,
+                        handed=handed, heads=heads,
+                    )  # fmt: skip
+                else:
+                    if kept_states is None:
+                        _states_again(q, k, v, inputs, kept, chunks, part, cuts, heads, (states, updates))
+                    cut_dstates = None
+                    if cuts.transitions is not None:
+                        cut_dstates = _gradients_at_cuts(
+                            q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates,
+                            dv, sums,
+                        )  # fmt: skip
+                    reverse(
+                        q, k, v, flat_do, kept.solve, kept.scores, kept.factors, part.runs,
+                        dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state, d_initial_state=d_initial_state,
+                        heads=heads, cut_dstates=cut_dstates, handed=handed,
+                    )  # fmt: skip
+                gradients(
+                    q, k, flat_do, dv, states, dstates, updates, kept.gates, kept.factors, kept.norms, part,
+                    options.scale, dq=dq, dk=dk, sums=sums, heads=heads,
+                )  # fmt: skip
+                epilogue(
+                    sums, kept.gates, kept.factors, kept.scores, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias,
+                    part, options, dg=dg, dbeta=dbeta, parts=shares, heads=heads,
+                )  # fmt: skip
             # Freed before the next group's are taken: the allocator then hands out the same memory again.
             del states, updates, dstates, sums
-        if parts is not None:
+        if shares is not None:
             if settings.current().fast_calls:
-                gate_sums(parts, out.dA_log, None if inputs.dt_bias is None else out.ddt_bias)
+                gate_sums(shares, chunks.totals, out.dA_log, None if inputs.dt_bias is None else out.ddt_bias)
             else:
-                total = parts.sum(0)
+                total = shares.sum(0)
                 out.dA_log.copy_(total[0])
                 if inputs.dt_bias is not None:
                     out.ddt_bias.copy_(total[1])
@@ -261,23 +297,19 @@ def chunk_bwd(
             target.finish()
 
 
-def head_groups(s: Sizes, keep_states: bool, is_chained: bool = False) -> list[range]:
-    """The ranges of value heads that the backward works on one after the other; whole query/key heads each.
-
-    is_chained: whether documents have initial states, and gradients of final ones.
-    """
-    scratch = 0 if keep_states else _state_bytes(s, s.HV)
-    is_small = scratch <= _GROUPED_SCRATCH_BYTES or s.N * (s.HV // 2) < _GROUPED_PROGRAMS
-    is_small = is_small or (is_chained and s.N <= _CHAINED_DOCUMENTS)
-    if is_small or s.HK == 1 or settings.segments(s).is_split:
-        return [range(s.HV)]
-    middle = (s.HK + 1) // 2 * (s.HV // s.HK)
-    return [range(middle), range(middle, s.HV)]
+def _is_at_once(s: Sizes, is_chained: bool) -> bool:
+    """Whether a backward goes through all heads and whole documents at once. is_chained: whether documents have initial
+    states, and gradients of final ones."""
+    return settings.segments(s).is_split or (is_chained and s.N <= _CHAINED_DOCUMENTS)
 
 
-def _state_bytes(s: Sizes, heads: int) -> int:
-    """Bytes of states, their gradients and updates for `heads` value heads, two bytes an element."""
-    return s.num_chunks * heads * (2 * s.V * s.K + s.V * CHUNK) * 2
+def head_groups(s: Sizes, at_once: bool) -> list[range]:
+    """The ranges of value heads that the backward works on one after the other; whole query/key heads each."""
+    groups = 1
+    if not (at_once or settings.segments(s).is_split):
+        groups = shapes.turns(s, settings.current().backward_bytes).groups
+    heads = s.HV // groups
+    return [range(i * heads, (i + 1) * heads) for i in range(groups)]
 
 
 def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str = "solve") -> int:
@@ -288,7 +320,10 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     """
     s = sizes(inputs)
     rule = settings.segments(s)
-    tables = (s.num_chunks * 4 + (2 * (s.N + rule.num_cuts) + rule.num_left) * 8 + s.N * 2 + 2) * 4
+    num_parts = rule.parts if rule.parts > 1 else 0
+    num_slots = part_chunks(s.B * s.T, s.N, num_parts) if num_parts else 0
+    num_stretches = 2 * (s.N + rule.num_cuts) + (0 if num_parts else rule.num_left)
+    tables = (s.num_chunks * 4 + (num_stretches + num_parts * s.N) * 8 + num_parts * (num_slots + 1) * 4 + s.N * 4) * 4
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
@@ -301,9 +336,14 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     total = tables + factors + at_cuts + (0 if save in ("solve", "states") else prepared)
     if backward:
         is_chained = inputs.initial_state is not None  # and gradients of final ones, perhaps
-        largest = max(len(heads) for heads in head_groups(s, save == "states", is_chained))
-        kept = s.num_chunks * largest * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
-        total += _state_bytes(s, largest) - kept + s.num_chunks * largest * NUM_SUMS * CHUNK * 4
+        at_once = save == "states" or _is_at_once(s, is_chained)
+        heads = len(head_groups(s, at_once)[0])
+        rows = s.num_chunks
+        if num_parts and not at_once:
+            rows = num_slots
+            total += (s.N + (0 if save == "solve" else rule.num_left)) * s.HV * s.V * s.K * 4
+        kept = rows * heads * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
+        total += scratch_bytes_of(rows, heads, s.K, s.V) - kept
         total += s.num_chunks * 2 * s.HV * 4 if inputs.A_log is not None else 0
     return total
 
@@ -418,17 +458,37 @@ def _checked_cuts(saved: Saved, rule: SegmentRule) -> _Cuts:
 
 
 def _states_again(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, cuts: _Cuts,
-    heads: range,
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, chunks: Chunks, part: Part, cuts: _Cuts,
+    heads: range, into: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States and updates of a range of heads, for the backward."""
-    states = q.new_empty((s.num_chunks, len(heads), s.V, s.K))
-    updates = q.new_empty((s.num_chunks, len(heads), s.V, CHUNK))
+    """States and updates of a part's chunks and a range of heads, for the backward."""
+    states, updates = into
     forward(
-        q, k, v, kept.solve, kept.scores, kept.factors, chunks.stretches if cuts.num_left > 0 else chunks.segments,
+        q, k, v, kept.solve, kept.scores, kept.factors, chunks.stretches if _has_stretches(chunks, cuts) else part.runs,
         initial_state=inputs.initial_state, cut_states=cuts.states, states=states, updates=updates, heads=heads,
     )  # fmt: skip
-    return states, updates
+    return into
+
+
+def _has_stretches(chunks: Chunks, cuts: _Cuts) -> bool:
+    """Whether the states that the forward has left are those of stretches, and not of documents' parts."""
+    return cuts.num_left > 0 and chunks.slots.shape[0] == 0
+
+
+def _empty_states(q: Tensor, s: Sizes, rows: int, heads: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty((rows, heads, s.V, s.K)), q.new_empty((rows, heads, s.V, CHUNK))
+
+
+def _states_at_parts(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, kept: _Prepared, s: Sizes, chunks: Chunks, rule: SegmentRule
+) -> _Cuts:  # fmt: skip
+    """What the parts of documents start from, if the forward has not kept it."""
+    cuts = _Cuts.of(kept.factors.new_empty((rule.num_left, s.HV, s.V, s.K)), rule)
+    forward(
+        q, k, v, kept.solve, kept.scores, kept.factors, chunks.segments,
+        initial_state=inputs.initial_state, cut_states=cuts.states, parts=rule.parts,
+    )  # fmt: skip
+    return cuts
 
 
 def _states_at_cuts(

@@ -20,17 +20,36 @@ from torch import Tensor
 
 from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper.launch import launch
-from gdn_ops.shapes import CHUNK, LAST_SEGMENT, SEGMENT_UNIT, SegmentRule
+from gdn_ops.shapes import CHUNK, LAST_SEGMENT, MOST_PARTS, SEGMENT_UNIT, SegmentRule, part_chunks
 
 # Letters: T tokens (all documents), N documents, C chunk length, NT rows of the chunk table, NC most cuts, NL most
-# states left, H heads, D head size.
+# states left, P parts, NS rows of a part's table, H heads, D head size.
 
 _DOCUMENTS_PER_STEP = 1024
+_DOCUMENTS_PER_STEP_IN_PARTS = 128
 _ROWS_PER_STEP = 128
 _CLEARED_TOKENS = 64
 
 _UNCUT = 2**25
 """A length that no segment exceeds: documents of one call have fewer than 2^31 tokens."""
+
+
+class Part(NamedTuple):
+    """What a backward goes through at once, int32: all chunks, or a part of each document's.
+
+    table [NS,4]: what `Chunks.table` says of its chunks, each in the row of scratch that is the chunk's there; instead of
+    the 0, 64 times the chunk's number and one less than its valid tokens.
+    runs [N,8]: a part of each document as in `Chunks.segments`. It starts at the state that the forward has left there
+    (-1: the document's start). order [2*N]: twice a row of runs, and 1 more for states and updates, 0 for the
+    recurrence backwards, which takes 4/3 of the time a chunk; the longest first. used [4]: chunks in use in the first
+    place. has_all: whether the part is everything, and so a chunk's row of scratch its number.
+    """
+
+    table: Tensor
+    runs: Tensor
+    order: Tensor
+    used: Tensor
+    has_all: bool
 
 
 class Chunks(NamedTuple):
@@ -40,12 +59,15 @@ class Chunks(NamedTuple):
     segments [N+NC,8], first the first one of every document, then the last ones of documents that are cut, then inner
     ones, in each group the longest first: first token, past the DOCUMENT's last token, first chunk, number of chunks,
     document (-1: no such segment), the cut it starts at (-1: the document's start), the cut it stops at (-1: the
-    document's end), 0. Without cuts they are the documents.
+    document's end), the row of scratch of the first chunk. Without cuts they are the documents.
     stretches [N+NC+NL,8]: the same for stretches of segments: where documents are cut, the first segments as they are,
     then stretches of the full length, then what each segment ends with, in the order of `segments`. One that starts
     inside a segment starts at the "cut" NC + l, l for the state that the forward has left there.
     cuts [N,2]: a document's first cut and its number of cuts.
     totals [2]: chunks in use, tokens that belong to a document.
+    slots [P,NS,4], pieces [P,N,8], counts [P,4]: each part's table, runs and number of chunks; without a row if there
+    is one part.
+    order [2*N]: every part's, if documents are whole.
     """
 
     table: Tensor
@@ -53,6 +75,21 @@ class Chunks(NamedTuple):
     stretches: Tensor
     cuts: Tensor
     totals: Tensor
+    slots: Tensor
+    pieces: Tensor
+    counts: Tensor
+    order: Tensor
+
+    @property
+    def whole(self) -> Part:
+        """All chunks at once."""
+        return Part(self.table, self.segments, self.order, self.totals, True)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts that a backward goes through, in the order of tokens."""
+        each = zip(self.slots, self.pieces, self.counts, strict=True)
+        return [Part(table, runs, self.order, count, False) for table, runs, count in each]
 
 
 @triton.jit
@@ -105,6 +142,13 @@ def _boundaries_before(r, head, inner, longer, NC, STRETCH_CHUNKS):
 
 
 @triton.jit
+def _part_chunks(p, num_chunks, parts):
+    """How many chunks of document(s) lie in part p: the first parts have as many as one another, the last the rest."""
+    each = (num_chunks + parts - 1) // parts
+    return tl.maximum(tl.minimum(num_chunks - p * each, each), 0)
+
+
+@triton.jit
 def _store_stretch(row_ptr, first, last, chunk, num_chunks, n, start, mask):
     tl.store(row_ptr, first, mask=mask)
     tl.store(row_ptr + 1, last, mask=mask)
@@ -113,14 +157,15 @@ def _store_stretch(row_ptr, first, last, chunk, num_chunks, n, start, mask):
     tl.store(row_ptr + 4, n, mask=mask)
     tl.store(row_ptr + 5, start, mask=mask)
     tl.store(row_ptr + 6, -1, mask=mask)
-    tl.store(row_ptr + 7, 0, mask=mask)
+    tl.store(row_ptr + 7, chunk, mask=mask)
 
 
 @triton.jit
 def _chunk_table_kernel(
-    cu_ptr, table_ptr, segments_ptr, stretches_ptr, cuts_ptr, totals_ptr, T, N, NT, NC, NL, document_length,
-    segment_chunks, first_length, stretch_chunks, HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
-    C: tl.constexpr, DOCS: tl.constexpr, ROWS: tl.constexpr,
+    cu_ptr, table_ptr, segments_ptr, stretches_ptr, cuts_ptr, totals_ptr, slots_ptr, pieces_ptr, counts_ptr,
+    order_ptr, T, N, NT, NC, NL, NS, document_length, segment_chunks, first_length, stretch_chunks, parts,
+    HAS_CU: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr, DOCS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
@@ -139,6 +184,10 @@ def _chunk_table_kernel(
     inner_place = 0
     whole_before = 0
     num_whole = 0
+    states_ahead = 0
+    reverses_ahead = 0
+    part = tl.arange(0, PARTS)
+    slots_before = tl.zeros([PARTS], tl.int32)
     for m0 in range(0, N, DOCS):
         m = m0 + tl.arange(0, DOCS)
         there = m < N
@@ -153,6 +202,8 @@ def _chunk_table_kernel(
         num_cut += tl.sum(tl.where(there & (m_pieces > 1), 1, 0))
         ahead = (m_head > head) | ((m_head == head) & (m < n))
         head_place += tl.sum(tl.where(there & ahead, 1, 0))
+        states_ahead += tl.sum(tl.where(there & (3 * m_chunks > 4 * chunks), 1, 0))
+        reverses_ahead += tl.sum(tl.where(there & (4 * m_chunks >= 3 * chunks), 1, 0))
         ahead = (m_tail > tail) | ((m_tail == tail) & (m < n))
         tail_place += tl.sum(tl.where(there & ahead & (m_pieces > 1), 1, 0))
         ahead = (m_inner > inner) | ((m_inner == inner) & (m < n))
@@ -162,6 +213,9 @@ def _chunk_table_kernel(
         m_whole += _boundaries(m_pieces - 1, m_tail, NC, stretch_chunks)
         whole_before += tl.sum(tl.where(earlier, m_whole, 0))
         num_whole += tl.sum(tl.where(there, m_whole, 0))
+        if PARTS > 1:
+            m_in_part = _part_chunks(part[:, None], m_chunks[None, :], parts)
+            slots_before += tl.sum(tl.where(earlier[None, :], m_in_part, 0), 1)
     # Boundaries that are none (overlapping documents) must not lead past any table or state.
     num_whole = tl.minimum(num_whole, NL)
     num_ahead = tl.where(NC > 0, N, 0)
@@ -169,6 +223,9 @@ def _chunk_table_kernel(
     if n < N:
         tl.store(cuts_ptr + n * 2, tl.minimum(cuts_before, NC))
         tl.store(cuts_ptr + n * 2 + 1, tl.minimum(pieces - 1, tl.maximum(NC - cuts_before, 0)))
+        if NC == 0:
+            tl.store(order_ptr + head_place + states_ahead, 2 * head_place)
+            tl.store(order_ptr + head_place + reverses_ahead, 2 * head_place + 1)
         for r0 in range(0, pieces, ROWS):
             r = r0 + rows
             start = _starts_at(r, head, inner, longer)
@@ -185,7 +242,7 @@ def _chunk_table_kernel(
             tl.store(row_ptr + 4, n + 0 * r, mask=mask)
             tl.store(row_ptr + 5, from_cut, mask=mask)
             tl.store(row_ptr + 6, tl.where(r + 1 < pieces, tl.minimum(cuts_before + r, NC - 1), -1), mask=mask)
-            tl.store(row_ptr + 7, 0 * r, mask=mask)
+            tl.store(row_ptr + 7, before + start, mask=mask)
             # What the segment ends with.
             inside = _boundaries(r, stop - start, NC, stretch_chunks)
             start += inside * stretch_chunks
@@ -210,14 +267,42 @@ def _chunk_table_kernel(
                     stretch_chunks + 0 * j, n + 0 * j, tl.where(j > 0, NC + left, from_cut),
                     (j < inside) & (place + j < num_whole),
                 )  # fmt: skip
+        if PARTS > 1:
+            each = tl.maximum((chunks + parts - 1) // parts, 1)
+            part_start = part * each
+            own = _part_chunks(part, chunks, parts)
+            is_run = (own > 0) | (part == 0)
+            piece_ptr = pieces_ptr + (part * N + head_place) * 8
+            tl.store(piece_ptr, first + part_start * C, mask=part < parts)
+            tl.store(piece_ptr + 1, last + 0 * part, mask=part < parts)
+            tl.store(piece_ptr + 2, before + part_start, mask=part < parts)
+            # Not beyond its scratch where documents overlap.
+            tl.store(piece_ptr + 3, tl.minimum(own, tl.maximum(NS - slots_before, 0)), mask=part < parts)
+            tl.store(piece_ptr + 4, tl.where(is_run, n, -1), mask=part < parts)
+            # The states that a document leaves are at the ends of its parts but the last one.
+            left = n * (parts - 1) + part
+            tl.store(piece_ptr + 5, tl.where((own > 0) & (part > 0), left - 1, -1), mask=part < parts)
+            tl.store(piece_ptr + 6, tl.where((own > 0) & (part_start + own < chunks), left, -1), mask=part < parts)
+            tl.store(piece_ptr + 7, slots_before, mask=part < parts)
         for r0 in range(0, chunks, ROWS):
             r = r0 + rows
             mask = (r < chunks) & (before + r < NT)
             row_ptr = table_ptr + (before + r) * 4
+            valid = tl.minimum(length - r * C, C)
             tl.store(row_ptr, first + r * C, mask=mask)
-            tl.store(row_ptr + 1, tl.minimum(length - r * C, C), mask=mask)
+            tl.store(row_ptr + 1, valid, mask=mask)
             tl.store(row_ptr + 2, n + 0 * r, mask=mask)
             tl.store(row_ptr + 3, 0 * r, mask=mask)
+            if PARTS > 1:
+                mine_in = r // each
+                slot = r - mine_in * each
+                slot += tl.sum(tl.where(part[:, None] == mine_in[None, :], slots_before[:, None], 0), 0)
+                mask = mask & (slot < NS)
+                slot_ptr = slots_ptr + (mine_in * NS + slot) * 4
+                tl.store(slot_ptr, first + r * C, mask=mask)
+                tl.store(slot_ptr + 1, valid, mask=mask)
+                tl.store(slot_ptr + 2, n + 0 * r, mask=mask)
+                tl.store(slot_ptr + 3, (before + r) * C + valid - 1, mask=mask)
     else:
         tl.store(totals_ptr, before)
         tl.store(totals_ptr + 1, last)
@@ -225,6 +310,14 @@ def _chunk_table_kernel(
             r = r0 + rows
             for field in tl.static_range(4):
                 tl.store(table_ptr + r * 4 + field, 0 * r, mask=r < NT)
+        if PARTS > 1:
+            tl.store(counts_ptr + part * 4, tl.minimum(slots_before, NS), mask=part < parts)
+            for p in range(parts):
+                used = tl.sum(tl.where(part == p, slots_before, 0))
+                for r0 in range(used, NS, ROWS):
+                    r = r0 + rows
+                    for field in tl.static_range(4):
+                        tl.store(slots_ptr + (p * NS + r) * 4 + field, 0 * r, mask=r < NS)
         for r0 in range(N + cuts_before, N + NC, ROWS):
             r = r0 + rows
             for field in tl.static_range(8):
@@ -240,22 +333,30 @@ def _chunk_table_kernel(
 def chunk_table(
     cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, rule: SegmentRule, like: Tensor
 ) -> Chunks:
-    """Lay out the chunks, segments and stretches of one call; `num_chunks` is the upper bound NT. One launch, no
+    """Lay out the chunks, segments, stretches and parts of one call; `num_chunks` is the upper bound NT. One launch, no
     synchronisation."""
+    parts = rule.parts if rule.parts > 1 else 0
+    num_left = 0 if parts else rule.num_left
+    num_slots = part_chunks(num_tokens, num_documents, parts) if parts else 0
     chunks = Chunks(
         table=like.new_empty((num_chunks, 4), dtype=torch.int32),
         segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
-        stretches=like.new_empty((num_documents + rule.num_cuts + rule.num_left, 8), dtype=torch.int32),
+        stretches=like.new_empty((num_documents + rule.num_cuts + num_left, 8), dtype=torch.int32),
         cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
         totals=like.new_empty((2,), dtype=torch.int32),
+        slots=like.new_empty((parts, num_slots, 4), dtype=torch.int32),
+        pieces=like.new_empty((parts, num_documents, 8), dtype=torch.int32),
+        counts=like.new_empty((parts, 4), dtype=torch.int32),
+        order=like.new_empty((2 * num_documents,), dtype=torch.int32),
     )
     launch(
         _chunk_table_kernel, (num_documents + 1,),
-        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts, rule.num_left,
+        cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts, num_left, num_slots,
         num_tokens // num_documents if cu_seqlens is None else 0, rule.chunks if rule.num_cuts else _UNCUT, rule.first,
-        rule.stretch_chunks if rule.num_left else _UNCUT,
+        rule.stretch_chunks if num_left else _UNCUT, rule.parts,
         HAS_CU=cu_seqlens is not None, LAST=LAST_SEGMENT, UNIT=SEGMENT_UNIT, C=CHUNK,
-        DOCS=_DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP, num_warps=4,
+        DOCS=_DOCUMENTS_PER_STEP_IN_PARTS if parts else _DOCUMENTS_PER_STEP, ROWS=_ROWS_PER_STEP,
+        PARTS=MOST_PARTS if parts else 1, num_warps=4,
     )  # fmt: skip
     return chunks
 

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn_ops.backends.early import wait_for_earlier
-from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.chunks import Part
 from gdn_ops.backends.hopper.gates import softplus
 from gdn_ops.backends.hopper.gradients import (
     NUM_STATE_SUMS,
@@ -68,7 +68,8 @@ def _sum_rows(at, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, C: tl.constexp
     return total
 
 
-@triton.jit
+# Not specialised for the first head, on which the layout that Triton chooses for the sums depends, and so their order.
+@triton.jit(do_not_specialize=["first_head"])
 def _epilogue_kernel(
     sums_ptr, factors_ptr, decays_ptr, scores_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr,
     dg_ptr, dbeta_ptr, parts_ptr, table_ptr, inverse_scale, first_head,
@@ -77,13 +78,16 @@ def _epilogue_kernel(
     VALUES: tl.constexpr, LEFT: tl.constexpr, QUERIES: tl.constexpr, RIGHT: tl.constexpr, STATE: tl.constexpr,
     UPDATES: tl.constexpr, REST: tl.constexpr, DOT: tl.constexpr, DOTS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SMALL_W: tl.constexpr, LEAST_END: tl.constexpr,
+    SMALL_W: tl.constexpr, LEAST_END: tl.constexpr, IN_PARTS: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
-    i_c = tl.program_id(0)
-    first = tl.load(table_ptr + i_c * 4)
-    valid = tl.load(table_ptr + i_c * 4 + 1)
+    slot = tl.program_id(0)
+    first = tl.load(table_ptr + slot * 4)
+    valid = tl.load(table_ptr + slot * 4 + 1)
+    i_c = slot
+    if IN_PARTS:
+        i_c = tl.load(table_ptr + slot * 4 + 3) // C
     local = tl.program_id(1) * B + tl.arange(0, B)
     offs_h = first_head + local
     offs_c = tl.arange(0, C)
@@ -91,7 +95,7 @@ def _epilogue_kernel(
     mask_h = is_head & (valid > 0)
     mask = mask_h[:, None] & (offs_c < valid)[None, :]
     row_B = i_c.to(tl.int64) * HV + offs_h
-    sums_at = sums_ptr + (i_c.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
+    sums_at = sums_ptr + (slot.to(tl.int64) * H + local)[:, None] * (SUMS * C) + offs_c[None, :]
     factors_at = factors_ptr + row_B * (FACTORS * C)
     # All that is read is asked for here, before the first sum over threads: what comes after such a sum waits for it.
     # Rows are read whole, four numbers at a time, and what they hold past the document's end is dropped afterwards.
@@ -129,10 +133,9 @@ def _epilogue_kernel(
         root_B = tl.exp(0.5 * tl.load(A_log_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32))
         dlog_BC = tl.where(mask, -dlog_BC * root_B[:, None], 0.0)
         parts_at = parts_ptr + i_c.to(tl.int64) * (2 * HV) + offs_h
-        # Chunks that do not exist have their zeros in the sum over chunks.
-        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC) * root_B[:, None], 1), mask=is_head)
+        tl.store(parts_at, tl.sum(dlog_BC * softplus(raw_BC) * root_B[:, None], 1), mask=mask_h)
         dlog_BC = dlog_BC * tl.sigmoid(raw_BC) * root_B[:, None]
-        tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=is_head)
+        tl.store(parts_at + HV, tl.sum(dlog_BC, 1), mask=mask_h)
     tl.store(dg_ptr + at, dlog_BC.to(dg_ptr.dtype.element_ty), mask=mask)
     square_BC = beta_BC * beta_BC
     weight_BC = tl.maximum(1.0 - square_BC, 0.0)
@@ -152,19 +155,21 @@ def _epilogue_kernel(
 
 def epilogue(
     sums: Tensor, gates: Tensor, factors: Tensor, scores: Tensor, g: Tensor, beta: Tensor,
-    A_log: Tensor | None, dt_bias: Tensor | None, chunks: Chunks, options: Options,
+    A_log: Tensor | None, dt_bias: Tensor | None, part: Part, options: Options,
     *, dg: Tensor, dbeta: Tensor, parts: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
-    """Fill dg and dbeta [T,HV] for a range of value heads from sums [NT,H,NUM_SUMS,C], scores [NT,HV,C,C].
+    """Fill dg and dbeta [T,HV] for a part's chunks and a range of value heads from sums [NS,H,NUM_SUMS,C] and scores
+    [NT,HV,C,C].
 
-    With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias.
+    With a gate also parts [NT,2,HV]: each chunk's share of dA_log and ddt_bias; rows past the last chunk stay as they
+    are.
     """
-    NT, HV = factors.shape[:2]
+    HV = factors.shape[1]
     H = len(heads)
     norms = options.use_qk_l2norm
     launch(
-        _epilogue_kernel, (NT, triton.cdiv(H, _HEADS)),
-        sums, factors, factors if norms else gates, scores, g, beta, A_log, dt_bias, dg, dbeta, parts, chunks.table,
+        _epilogue_kernel, (part.table.shape[0], triton.cdiv(H, _HEADS)),
+        sums, factors, factors if norms else gates, scores, g, beta, A_log, dt_bias, dg, dbeta, parts, part.table,
         # Of a scale whose inverse float32 does not hold no gradient of a score is left that could be put right.
         1.0 / options.scale if abs(options.scale) >= 2.0**-126 else 0.0, heads.start,
         HV=HV, H=H, B=_HEADS, C=CHUNK, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
@@ -174,23 +179,25 @@ def epilogue(
         REST=SUM_REST.value, DOT=SUM_STATES.value, DOTS=NUM_STATE_SUMS,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None,
-        SMALL_W=norms and scores.dtype == torch.float16, LEAST_END=_LEAST_END, num_warps=4,
+        SMALL_W=norms and scores.dtype == torch.float16, LEAST_END=_LEAST_END,
+        IN_PARTS=not part.has_all, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _gate_sums_kernel(
-    parts_ptr, dA_log_ptr, ddt_bias_ptr, NT, HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    parts_ptr, dA_log_ptr, ddt_bias_ptr, totals_ptr, HV: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
     h = tl.program_id(0)
+    num_chunks = tl.load(totals_ptr)
     offs = tl.arange(0, BLOCK)
     dA_log = tl.zeros([BLOCK], tl.float32)
     ddt_bias = tl.zeros([BLOCK], tl.float32)
-    for c0 in range(0, NT, BLOCK):
+    for c0 in range(0, num_chunks, BLOCK):
         at = parts_ptr + (c0 + offs).to(tl.int64) * (2 * HV) + h
-        mask = c0 + offs < NT
+        mask = c0 + offs < num_chunks
         dA_log += tl.load(at, mask=mask, other=0.0)
         ddt_bias += tl.load(at + HV, mask=mask, other=0.0)
     tl.store(dA_log_ptr + h, tl.sum(dA_log, 0).to(dA_log_ptr.dtype.element_ty))
@@ -198,14 +205,16 @@ def _gate_sums_kernel(
         tl.store(ddt_bias_ptr + h, tl.sum(ddt_bias, 0).to(ddt_bias_ptr.dtype.element_ty))
 
 
-def gate_sums(parts: Tensor, dA_log: Tensor, ddt_bias: Tensor | None) -> None:
+def gate_sums(parts: Tensor, totals: Tensor, dA_log: Tensor, ddt_bias: Tensor | None) -> None:
     """Add up the chunks' shares `parts` [NT,2,HV] of dA_log and ddt_bias [HV], always in the same order.
+
+    totals int32 [2]: first, how many chunks there are.
 
     Grid: one program a value head. A launch and not a sum of torch's, so that a backward consists of launches only
     and can be repeated without its host code (`plans`).
     """
-    NT, _, HV = parts.shape
+    HV = parts.shape[2]
     launch(
-        _gate_sums_kernel, (HV,), parts, dA_log, ddt_bias, NT,
+        _gate_sums_kernel, (HV,), parts, dA_log, ddt_bias, totals,
         HV=HV, BLOCK=256, HAS_BIAS=ddt_bias is not None, num_warps=4,
     )  # fmt: skip

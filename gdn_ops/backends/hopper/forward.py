@@ -59,12 +59,13 @@ _TRANSITION = gl.constexpr(2)
 
 
 @gluon.jit
-def _produce(
+def produce(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     first, first_value, chunk0, num_chunks, role, h, q_column, k_column, v_column,
     HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Fetch a run's tiles, chunk by chunk, as soon as both consumers have read what they replace."""
     BYTES: gl.constexpr = 2 * _C * _D * 2 + _C * _C * 2 + 4 * _C * 4
     OUTPUT_BYTES: gl.constexpr = _C * _D * 2 + _C * _C * 2
     runs = role == _RUN
@@ -90,15 +91,16 @@ def _produce(
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr, states_desc, updates_desc, o_desc,
+def consume(
+    half: gl.constexpr, states_desc, updates_desc, o_desc, state_s, u_s,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
     BEGINS: gl.constexpr, SUMMARY: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Half of V of a run; state_s [M,D] and u_s [M,C] are tiles of its own where STATES."""
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     L_MC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -109,9 +111,6 @@ def _consume(
     zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
     if OUTPUT:
         o_s = gl.allocate_shared_memory(dtype, [_C, _M], TILE)
-    if STATES:
-        state_s = gl.allocate_shared_memory(dtype, [_M, _D], TILE)
-        u_s = gl.allocate_shared_memory(dtype, [_M, _C], TILE)
     # The states in memory are [K,V]: element (value, key) of S^T lies at key * V + value.
     value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
     key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
@@ -136,7 +135,7 @@ def _consume(
     for c in range(num_chunks):
         stage = c % STAGES
         token = first + c * _C
-        row = ((chunk0 + c) * HS + h_scratch) * _D + half * _M
+        row = ((slot0 + c) * HS + h_scratch) * _D + half * _M
         next_decay = gl.load(end_ptr + gl.minimum(c + 1, num_chunks - 1).to(gl.int64) * (HV * FACTORS * _C))
         if LEAVES:
             if c == leave_at:
@@ -222,24 +221,32 @@ def _consume(
 def _consume_low(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
     BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    state_s = k_s
+    u_s = k_s
+    if STATES:
+        state_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
+        u_s = gl.allocate_shared_memory(k_s.dtype, [_M, _C], tma.TILE_16BIT)
     if role == _RUN:
-        _consume(
-            0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            0, states_desc, updates_desc, o_desc, state_s, u_s,
+            q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
             HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
-            _consume(
-                0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            consume(
+                0, states_desc, updates_desc, o_desc, state_s, u_s,
+                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
+                h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -248,24 +255,32 @@ def _consume_low(
 def _consume_high(
     states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
     BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
     FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    state_s = k_s
+    u_s = k_s
+    if STATES:
+        state_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
+        u_s = gl.allocate_shared_memory(k_s.dtype, [_M, _C], tma.TILE_16BIT)
     if role == _RUN:
-        _consume(
-            1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            1, states_desc, updates_desc, o_desc, state_s, u_s,
+            q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
             HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
         )  # fmt: skip
     if BEGINS:
         if role != _RUN:
-            _consume(
-                1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            consume(
+                1, states_desc, updates_desc, o_desc, state_s, u_s,
+                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
+                h, h_scratch,
                 HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
             )  # fmt: skip
 
@@ -275,10 +290,10 @@ def _forward_kernel(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc, states_desc, updates_desc, o_desc,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr, runs_ptr,
     q_stride_h, k_stride_h, v_stride_h, first_head, first_scratch_head, T, first_run, num_first,
-    left_row, end_row, leave_every,
+    left_row, end_row, leave_every, parts,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
-    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr,
-    HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_CUTS: gl.constexpr, BEGINS: gl.constexpr, LEAVES: gl.constexpr, IN_PARTS: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     EARLY: gl.constexpr = 0,
 ):  # fmt: skip
@@ -315,11 +330,17 @@ def _forward_kernel(
     document = gl.load(run_ptr + 4)
     start = gl.load(run_ptr + 5)
     stop = gl.load(run_ptr + 6)
+    slot0 = gl.load(run_ptr + 7)
     if LEAVES:
-        # The state before chunk x of the call is row x // leave_every - 1 of those left, as in the chunk table.
-        # Where documents overlap it must not lie past the last one.
-        last_row = end_row - (gl.maximum(num_chunks, 1) - 1) // leave_every
-        left_row = gl.minimum(left_row + chunk0 // leave_every, last_row)
+        if IN_PARTS:
+            # At every end of a document's part but the last one, as in the chunk table.
+            left_row = document * (parts - 1)
+            leave_every = (num_chunks + parts - 1) // parts
+        else:
+            # The state before chunk x of the call is row x // leave_every - 1 of those left, as in the chunk table.
+            # Where documents overlap it must not lie past the last one.
+            last_row = end_row - (gl.maximum(num_chunks, 1) - 1) // leave_every
+            left_row = gl.minimum(left_row + chunk0 // leave_every, last_row)
     first_value = first
     if BEGINS:
         # A document's last segment hands on nothing.
@@ -331,16 +352,18 @@ def _forward_kernel(
             (_consume_low, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
+                h, h_scratch,
                 HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
+                h, h_scratch,
                 HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
-            (_produce, (
+            (produce, (
                 q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
                 q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 first, first_value, chunk0, num_chunks, role, h,
@@ -355,20 +378,21 @@ def _forward_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor,
     *, initial_state: Tensor | None, first_run: int = 0, cut_states: Tensor | None = None, num_cuts: int = 0,
-    leave_every: int = 0, o: Tensor | None = None, final_state: Tensor | None = None, states: Tensor | None = None,
-    updates: Tensor | None = None, heads: range | None = None,
+    leave_every: int = 0, parts: int = 1, o: Tensor | None = None, final_state: Tensor | None = None,
+    states: Tensor | None = None, updates: Tensor | None = None, heads: range | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence; q, k, v [T,H,D] at any addressable strides (q is read for o only).
 
-    runs int32 [X,8]: `Chunks.segments` or `Chunks.stretches`, of which those from first_run on are run; their cuts are
-    rows of cut_states [NC+NL,HV,V,K]. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; cut_states from row
-    num_cuts = NC on, with the running states after every `leave_every` chunks of a segment (0: with none); states
-    [NT,HS,V,K] and updates [NT,HS,V,C], whose heads are those of the range `heads` (all if left out).
+    runs int32 [X,8]: `Chunks.segments`, `Chunks.stretches` or a part's, of which those from first_run on are run; their
+    cuts are rows of cut_states [NC+NL,HV,V,K]. Fills what is given: o [T,HV,V] and final_state [N,HV,K,V]; cut_states
+    from row num_cuts = NC on, with the running states after every `leave_every` chunks of a segment (0: with none) or,
+    of documents in `parts`, at the end of each but the last; states [NT,HS,V,K] and updates [NT,HS,V,C], in the rows
+    that runs say, whose heads are those of the range `heads` (all if left out).
     """
     HV = v.shape[1]
     _launch(
         q, k, v, solve, scores, factors, runs, first_run, runs.shape[0] - first_run, 0, initial_state, cut_states, None,
-        num_cuts, leave_every, o, final_state, states, updates, range(HV) if heads is None else heads,
+        num_cuts, leave_every, parts, o, final_state, states, updates, range(HV) if heads is None else heads,
     )  # fmt: skip
 
 
@@ -388,14 +412,14 @@ def begin(
     num_first = segments.shape[0] - num_cuts
     _launch(
         q, k, v, solve, scores, factors, segments, 0, num_first + 2 * num_cuts, num_first, initial_state, cut_states,
-        transitions, 0, 0, o, final_state, states, updates, range(v.shape[1]),
+        transitions, 0, 0, 1, o, final_state, states, updates, range(v.shape[1]),
     )  # fmt: skip
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor, first_run: int,
     num_runs: int, num_first: int, initial_state: Tensor | None, cut_states: Tensor | None, transitions: Tensor | None,
-    left_row: int, leave_every: int, o: Tensor | None, final_state: Tensor | None, states: Tensor | None,
+    left_row: int, leave_every: int, parts: int, o: Tensor | None, final_state: Tensor | None, states: Tensor | None,
     updates: Tensor | None, heads: range,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
@@ -416,10 +440,11 @@ def _launch(
         stand_in if final_state is None else final_state, stand_in if cut_states is None else cut_states,
         stand_in if transitions is None else transitions, runs,
         q.stride(1), k.stride(1), v.stride(1), heads.start, heads.start if HS == HV else 0, v.shape[0], first_run,
-        num_first, left_row, 0 if cut_states is None else cut_states.shape[0], leave_every,
+        num_first, left_row, 0 if cut_states is None else cut_states.shape[0], leave_every, parts,
         R=HV // k.shape[1], HV=HV, H=len(heads), HS=HS, OUTPUT=o is not None, STATES=states is not None,
         HAS_CUTS=cut_states is not None and transitions is None, BEGINS=transitions is not None,
-        LEAVES=leave_every > 0, HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
+        LEAVES=leave_every > 0 or parts > 1, IN_PARTS=parts > 1,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=final_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES_OUTPUT if states is None else _STAGES_STATES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

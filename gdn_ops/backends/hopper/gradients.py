@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
-from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.chunks import Part
 from gdn_ops.backends.hopper.launch import launch, multiprocessors
 from gdn_ops.backends.hopper.reverse import NUM_VALUE_SUMS
 from gdn_ops.backends.hopper.tma import async_load, barrier, clear_rows, cleared, reinterpret
@@ -61,22 +61,38 @@ _D = gl.constexpr(128)
 
 @gluon.jit
 def _locate(step, steps, pid, grid, HK: gl.constexpr, R: gl.constexpr):
-    """Chunk, query/key head and value head (both counted from the launch's first) of a program's step."""
+    """Row of scratch, query/key head and value head (both counted from the launch's first) of a program's step."""
     step = gl.maximum(gl.minimum(step, steps - 1), 0)
     item = pid + (step // R) * grid
     return item // HK, item % HK, (item % HK) * R + step % R
 
 
 @gluon.jit
+def _word(slot, table_ptr, IN_PARTS: gl.constexpr):
+    """The valid tokens of the chunk in a row of scratch or, in parts, these and its number in one."""
+    return gl.load(table_ptr + slot * 4 + (3 if IN_PARTS else 1))
+
+
+@gluon.jit
+def _valid(word, IN_PARTS: gl.constexpr):
+    return (word & 63) + 1 if IN_PARTS else word
+
+
+@gluon.jit
+def _chunk(slot, word, IN_PARTS: gl.constexpr):
+    return word >> 6 if IN_PARTS else slot
+
+
+@gluon.jit
 def _fetch_tokens(
-    do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, bar, token, chunk, local,
+    do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, bar, token, slot, chunk, local,
     first_head, first_scratch_head, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
     HV: gl.constexpr, HS: gl.constexpr, DECAYS: gl.constexpr, DECAYS_AT: gl.constexpr,
 ):  # fmt: skip
     h = first_head + local
     mbarrier.expect(bar, 3 * _C * _D * 2 + 4 * _C * 4)
     async_load(dv_desc, [token, (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r], bar, dv_s)
-    async_load(updates_desc, [(chunk * HS + first_scratch_head + local) * _D, 0], bar, u_s)
+    async_load(updates_desc, [(slot * HS + first_scratch_head + local) * _D, 0], bar, u_s)
     async_load(do_desc, [token, h * do_stride_h], bar, do_s)
     async_load(decays_desc, [(chunk * HV + h) * DECAYS + DECAYS_AT, 0], bar, decays_s)
 
@@ -89,35 +105,38 @@ def _produce(
     q_stride_h, k_stride_h, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
     first_head, first_scratch_head, pid, grid, steps,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, HS: gl.constexpr,
-    DECAYS: gl.constexpr, DECAYS_AT: gl.constexpr,
+    DECAYS: gl.constexpr, DECAYS_AT: gl.constexpr, IN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    chunk, h_k, local = _locate(0, steps, pid, grid, HK, R)
-    token = gl.load(table_ptr + chunk * 4)
-    chunk1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
-    token1 = gl.load(table_ptr + chunk1 * 4)
+    slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
+    token = gl.load(table_ptr + slot * 4)
+    slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
+    token1 = gl.load(table_ptr + slot1 * 4)
+    chunk1 = _chunk(slot1, _word(slot1, table_ptr, IN_PARTS), IN_PARTS)
     if steps > 0:
         _fetch_tokens(
             do_desc, dv_desc, updates_desc, decays_desc, do_s.index(0), dv_s.index(0), u_s.index(0), decays_s.index(0),
-            tokens_full.index(0), token, chunk, local, first_head, first_scratch_head,
+            tokens_full.index(0), token, slot, _chunk(slot, _word(slot, table_ptr, IN_PARTS), IN_PARTS), local,
+            first_head, first_scratch_head,
             do_stride_h, dv_stride_g, dv_stride_r, dv_group, HV, HS, DECAYS, DECAYS_AT,
         )  # fmt: skip
     for step in range(steps):
-        chunk, h_k, local = _locate(step, steps, pid, grid, HK, R)
-        chunk2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
-        token2 = gl.load(table_ptr + chunk2 * 4)
+        slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
+        slot2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
+        token2 = gl.load(table_ptr + slot2 * 4)
+        chunk2 = _chunk(slot2, _word(slot2, table_ptr, IN_PARTS), IN_PARTS)
         mbarrier.wait(empty.index(0), (step & 1) ^ 1)
         mbarrier.expect(full.index(0), _D * _D * 2)
-        async_load(states_desc, [(chunk * HS + first_scratch_head + local) * _D, 0], full.index(0), state_s)
+        async_load(states_desc, [(slot * HS + first_scratch_head + local) * _D, 0], full.index(0), state_s)
         mbarrier.wait(empty.index(1), (step & 1) ^ 1)
         mbarrier.expect(full.index(1), _D * _D * 2)
-        async_load(dstates_desc, [(chunk * (HK * R) + local) * _D, 0], full.index(1), dstate_s)
+        async_load(dstates_desc, [(slot * (HK * R) + local) * _D, 0], full.index(1), dstate_s)
         if step + 1 < steps:
-            chunk1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
+            slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
             buffer = (step + 1) % 2
             mbarrier.wait(tokens_empty.index(buffer), (((step + 1) // 2) & 1) ^ 1)
             _fetch_tokens(
                 do_desc, dv_desc, updates_desc, decays_desc, do_s.index(buffer), dv_s.index(buffer),
-                u_s.index(buffer), decays_s.index(buffer), tokens_full.index(buffer), token1, chunk1, local1,
+                u_s.index(buffer), decays_s.index(buffer), tokens_full.index(buffer), token1, slot1, chunk1, local1,
                 first_head, first_scratch_head, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
                 HV, HS, DECAYS, DECAYS_AT,
             )  # fmt: skip
@@ -129,6 +148,7 @@ def _produce(
             async_load(q_desc, [token, h * q_stride_h], full.index(2), q_s)
         token = token1
         token1 = token2
+        chunk1 = chunk2
 
 
 @gluon.jit
@@ -243,7 +263,7 @@ def _queries(
     factors_ptr, norms_ptr, sums_ptr, dq_ptr, table_ptr, scale, dq_stride_t, dq_stride_g, dq_stride_r, dq_group,
     first_head, pid, grid, steps,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, FACTORS: gl.constexpr,
-    HAS_NORMS: gl.constexpr,
+    HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """W, dP, dq and <S, dS>."""
     dtype: gl.constexpr = k_s.dtype
@@ -265,20 +285,22 @@ def _queries(
     zero_CK = gl.full([_C, _D], 0.0, gl.float32, L_CK)
     zero_CC = gl.full([_C, _C], 0.0, gl.float32, L_CC)
     dq_CK = zero_CK
-    chunk, h_k, local = _locate(0, steps, pid, grid, HK, R)
+    slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
+    word = _word(slot, table_ptr, IN_PARTS)
+    chunk = _chunk(slot, word, IN_PARTS)
     query_C = gl.load(factors_ptr + (chunk.to(gl.int64) * HV + first_head + local) * (FACTORS * _C) + 2 * _C + row_K)
-    valid = gl.load(table_ptr + chunk * 4 + 1)
+    valid = _valid(word, IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
-        chunk, h_k, local = _locate(step, steps, pid, grid, HK, R)
-        sums_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C)
+        slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
+        sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C)
         # The next step's numbers are asked for here, or their latency would be seen.
-        chunk1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        next_query_C = gl.load(
-            factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
-        )
-        next_valid = gl.load(table_ptr + chunk1 * 4 + 1)
+        slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
+        if not IN_PARTS:
+            query_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
+            next_query_C = gl.load(query_at)
         do = do_s.index(buffer)
         dv = dv_s.index(buffer)
         u_T = u_s.index(buffer)
@@ -334,7 +356,7 @@ def _queries(
         gl.store(sums_at + SUM_QUERIES * _C + row_K, -gl.sum(query_CK * q_CK.to(gl.float32), 1))
         dq_CK -= query_CK
         if step % R == R - 1:
-            token = gl.load(table_ptr + chunk * 4)
+            token = gl.load(table_ptr + slot * 4)
             h = first_head // R + h_k
             if HAS_NORMS:
                 norm_at = norms_ptr + token.to(gl.int64) * (2 * (HV // R)) + h + row_K * (2 * (HV // R))
@@ -346,8 +368,13 @@ def _queries(
             if HAS_NORMS:
                 _release(empty.index(2))
             dq_CK = zero_CK
+        if IN_PARTS:
+            # Asked for as soon as waiting for the chunk's number costs nothing.
+            chunk1 = _chunk(slot1, next_word, IN_PARTS)
+            query_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
+            next_query_C = gl.load(query_at)
         query_C = next_query_C
-        valid = next_valid
+        valid = _valid(next_word, IN_PARTS)
 
 
 @gluon.jit
@@ -357,7 +384,7 @@ def _keys(
     factors_ptr, norms_ptr, sums_ptr, dk_ptr, table_ptr, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
     first_head, pid, grid, steps,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, FACTORS: gl.constexpr,
-    HAS_NORMS: gl.constexpr,
+    HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and its parts' row sums, from W and dP of the other warpgroup, and half of <S, dS>."""
     dtype: gl.constexpr = k_s.dtype
@@ -371,22 +398,25 @@ def _keys(
     row_K = gl.arange(0, _C, gl.SliceLayout(1, L_CK))
     zero_CK = gl.full([_C, _D], 0.0, gl.float32, L_CK)
     dk_CK = zero_CK
-    chunk, h_k, local = _locate(0, steps, pid, grid, HK, R)
+    slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
+    word = _word(slot, table_ptr, IN_PARTS)
+    chunk = _chunk(slot, word, IN_PARTS)
     factors_at = factors_ptr + (chunk.to(gl.int64) * HV + first_head + local) * (FACTORS * _C) + row_K
     read_C = gl.load(factors_at)
     write_C = gl.load(factors_at + _C)
-    valid = gl.load(table_ptr + chunk * 4 + 1)
+    valid = _valid(word, IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
-        chunk, h_k, local = _locate(step, steps, pid, grid, HK, R)
-        sums_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C) + row_K
-        states_at = sums_ptr + (chunk.to(gl.int64) * H + local) * (SUMS * _C) + SUM_STATES * _C + 8 + row_state
-        chunk1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
-        next_read_C = gl.load(factors_at)
-        next_write_C = gl.load(factors_at + _C)
-        next_valid = gl.load(table_ptr + chunk1 * 4 + 1)
+        slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
+        sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + row_K
+        states_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + SUM_STATES * _C + 8 + row_state
+        slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
+        if not IN_PARTS:
+            factors_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
+            next_read_C = gl.load(factors_at)
+            next_write_C = gl.load(factors_at + _C)
         dv = dv_s.index(buffer)
         w = w_s.index(buffer)
         p = p_s.index(buffer)
@@ -431,7 +461,7 @@ def _keys(
         gl.store(sums_at + SUM_KEYS_RIGHT * _C, -gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
         dk_CK -= right_CK
         if step % R == R - 1:
-            token = gl.load(table_ptr + chunk * 4)
+            token = gl.load(table_ptr + slot * 4)
             h = first_head // R + h_k
             if HAS_NORMS:
                 norm_at = norms_ptr + token.to(gl.int64) * (2 * (HV // R)) + HV // R + h + row_K * (2 * (HV // R))
@@ -443,9 +473,14 @@ def _keys(
             if HAS_NORMS:
                 _release(empty.index(2))
             dk_CK = zero_CK
+        if IN_PARTS:
+            chunk1 = _chunk(slot1, next_word, IN_PARTS)
+            factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
+            next_read_C = gl.load(factors_at)
+            next_write_C = gl.load(factors_at + _C)
         read_C = next_read_C
         write_C = next_write_C
-        valid = next_valid
+        valid = _valid(next_word, IN_PARTS)
 
 
 @gluon.jit
@@ -456,7 +491,7 @@ def _gradients_kernel(
     dq_stride_t, dq_stride_g, dq_stride_r, dq_group, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
     first_head, first_scratch_head, grid,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, HS: gl.constexpr, SUMS: gl.constexpr,
-    FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr,
+    FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     EARLY: gl.constexpr = 0,
 ):  # fmt: skip
@@ -503,14 +538,14 @@ def _gradients_kernel(
                 tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
                 factors_ptr, norms_ptr, sums_ptr, dq_ptr, table_ptr, scale,
                 dq_stride_t, dq_stride_g, dq_stride_r, dq_group, first_head, pid, grid, steps,
-                HK, R, HV, SUMS, FACTORS, HAS_NORMS,
+                HK, R, HV, SUMS, FACTORS, HAS_NORMS, IN_PARTS,
             )),
             (_keys, (
                 q_s, k_s, dv_s, u_s, state_s, dstate_s, w_s, p_s,
                 tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
                 factors_ptr, norms_ptr, sums_ptr, dk_ptr, table_ptr,
                 dk_stride_t, dk_stride_g, dk_stride_r, dk_group, first_head, pid, grid, steps,
-                HK, R, HV, SUMS, FACTORS, HAS_NORMS,
+                HK, R, HV, SUMS, FACTORS, HAS_NORMS, IN_PARTS,
             )),
             (_produce, (
                 q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc,
@@ -518,6 +553,7 @@ def _gradients_kernel(
                 tokens_full, tokens_empty, full, empty, table_ptr,
                 q_stride_h, k_stride_h, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
                 first_head, first_scratch_head, pid, grid, steps, HK, R, HV, HS, DECAYS, DECAYS_AT,
+                IN_PARTS,
             )),
         ],
         [4, 1],
@@ -527,12 +563,12 @@ def _gradients_kernel(
 
 def gradients(
     q: Tensor, k: Tensor, do: Tensor, dv: Tensor, states: Tensor, dstates: Tensor, updates: Tensor, gates: Tensor,
-    factors: Tensor, norms: Tensor | None, chunks: Chunks, scale: float,
+    factors: Tensor, norms: Tensor | None, part: Part, scale: float,
     *, dq: Tensor, dk: Tensor, sums: Tensor, heads: range,
 ) -> None:  # fmt: skip
-    """Fill dq, dk [T,G,R,K] for a range of value heads, and rows 8.. of sums [NT,H,NUM_SUMS,C].
+    """Fill dq, dk [T,G,R,K] for a part's chunks and a range of value heads, and rows 8.. of sums [NS,H,NUM_SUMS,C].
 
-    states [NT,HS,V,K] and updates [NT,HS,V,C] hold all value heads or those of the range; dstates [NT,H,V,K]; dv
+    states [NS,HS,V,K] and updates [NS,HS,V,C] hold all value heads or those of the range; dstates [NS,H,V,K]; dv
     [T,G,R,V] as `reverse` wrote it.
     """
     HV = gates.shape[1]
@@ -540,7 +576,7 @@ def gradients(
     HS = states.shape[1]
     columns = (dv.shape[1] - 1) * dv.stride(1) + (dv.shape[2] - 1) * dv.stride(2) + dv.shape[3]
     dv_rows = dv.as_strided((dv.shape[0], columns), (dv.stride(0), 1))
-    items = gates.shape[0] * (len(heads) // R)
+    items = part.table.shape[0] * (len(heads) // R)
     grid = min(multiprocessors(), items)
     launch(
         _gradients_kernel, (grid,),
@@ -548,11 +584,11 @@ def gradients(
         tma.rows(dv_rows, (CHUNK, 128)), tma.rows(states.view(-1, states.shape[-1]), (128, 128)),
         tma.rows(dstates.view(-1, dstates.shape[-1]), (128, 128)), tma.rows(updates.view(-1, CHUNK), (128, CHUNK)),
         tma.rows((gates if norms is None else factors).view(-1, CHUNK), (4, CHUNK)),
-        factors, factors if norms is None else norms, sums, dq, dk, chunks.table, chunks.totals, scale,
+        factors, factors if norms is None else norms, sums, dq, dk, part.table, part.used, scale,
         q.stride(1), k.stride(1), do.stride(1), dv.stride(1), dv.stride(2), dv.shape[2],
         *(dq.stride()[:3]), dq.shape[2], *(dk.stride()[:3]), dk.shape[2],
         heads.start, heads.start if HS == HV else 0, grid,
         HK=len(heads) // R, R=R, HV=HV, HS=HS, SUMS=NUM_SUMS, FACTORS=factors.shape[2],
-        HAS_NORMS=norms is not None,
+        HAS_NORMS=norms is not None, IN_PARTS=not part.has_all,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

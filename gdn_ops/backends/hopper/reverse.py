@@ -12,6 +12,9 @@ needs for dbeta, sum_v dv v, is taken here, where dv is still float32.
 `begin_reverse` runs the documents' last segments and, in other programs of the same launch and without outputs, every
 inner segment's dH, from zero; `reverse` then runs the others from the gradients at their cuts.
 
+Where a backward goes through documents in parts, `reverse` runs on one part after the other, the last one first, and
+hands dS on through memory: in float32, as it is in registers.
+
 Grid: one program a segment and value head, longest segments first; two consumer warpgroups (halves of V), one producer
 warp. On chip: dS^T in registers; tiles of q, k, v, do, A, P and factors, `STAGES` deep, in shared memory.
 """
@@ -51,12 +54,13 @@ _M = gl.constexpr(64)
 
 
 @gluon.jit
-def _produce(
+def produce(
     q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     first, chunk0, num_chunks, runs, h, q_column, k_column, v_column, do_column,
     HV: gl.constexpr, OUTPUT: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Fetch a run's tiles, last chunk first, as soon as both consumers have read what they replace."""
     BYTES: gl.constexpr = 3 * _C * _D * 2 + 2 * _C * _C * 2 + 4 * _C * 4
     for i in range(num_chunks):
         c = num_chunks - 1 - i
@@ -83,14 +87,16 @@ def _produce(
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+def consume(
+    half: gl.constexpr, dstates_desc, dv_desc, dstate_s, dv_s,
+    q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HANDS_ON: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Half of V of a run; dstate_s [M,D] and dv_s [C,M] are tiles of its own where OUTPUT."""
     dtype: gl.constexpr = k_s.dtype
     L_MK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     L_MC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -107,21 +113,30 @@ def _consume(
         shape=[4, 8, 64],
     )
     zero_MC = gl.full([_M, _C], 0.0, gl.float32, L_MC)
-    if OUTPUT:
-        dstate_s = gl.allocate_shared_memory(dtype, [_M, _D], tma.TILE_16BIT)
-        dv_s = gl.allocate_shared_memory(dtype, [_C, _M], tma.TILE_16BIT)
     value = half * _M + gl.arange(0, _M, gl.SliceLayout(1, L_MK))
     key = gl.arange(0, _D, gl.SliceLayout(0, L_MK))
     state_at = (document.to(gl.int64) * HV + h) * (_D * _D)
     transposed_at = key[None, :] * _D + value[:, None]
     natural_at = value[:, None] * _D + key[None, :]
     everywhere = natural_at >= 0
-    if HAS_CUTS:
+    if HANDS_ON:
+        # Branches, not masks: with masks the addresses stay in registers from here to the store at the end.
+        dstate_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
+        source_ptr = cut_states_ptr
+        if HAS_DFINAL:
+            if stop < 0:
+                source_ptr = dfinal_ptr
+            if document >= 0:
+                dstate_MK = gl.load(source_ptr + state_at + transposed_at)
+        else:
+            if stop >= 0:
+                dstate_MK = gl.load(source_ptr + state_at + transposed_at)
+    elif HAS_CUTS:
         cut_at = (stop.to(gl.int64) * HV + h) * (_D * _D)
         dstate_MK = gl.load(cut_states_ptr + cut_at + natural_at, mask=everywhere & (stop >= 0), other=0.0)
     else:
         dstate_MK = gl.full([_M, _D], 0.0, gl.float32, L_MK)
-    if HAS_DFINAL:
+    if HAS_DFINAL and not HANDS_ON:
         ends_here = everywhere & (stop < 0) & (document >= 0)
         dstate_MK = gl.load(dfinal_ptr + state_at + transposed_at, mask=ends_here, other=dstate_MK)
     end_ptr = factors_ptr + (chunk0.to(gl.int64) * HV + h) * (FACTORS * _C) + 4 * _C
@@ -130,7 +145,7 @@ def _consume(
         c = num_chunks - 1 - i
         stage = i % STAGES
         token = first + c * _C
-        row = (chunk0 + c) * H + local
+        row = (slot0 + c) * H + local
         next_decay = gl.load(end_ptr + gl.maximum(c - 1, 0).to(gl.int64) * (HV * FACTORS * _C))
         rounded_MK = dstate_MK.to(dtype)
         operand_MK = gl.convert_layout(rounded_MK, OPERAND_MC)
@@ -192,7 +207,17 @@ def _consume(
     if BEGINS:
         cut_at = (start.to(gl.int64) * HV + h) * (_D * _D) + natural_at
         gl.store(cut_states_ptr + cut_at, dstate_MK, mask=everywhere & (start >= 0))
-    if HAS_DINITIAL:
+    if HANDS_ON:
+        target_ptr = cut_states_ptr
+        if HAS_DINITIAL:
+            if start < 0:
+                target_ptr = dinitial_ptr
+            if document >= 0:
+                gl.store(target_ptr + state_at + transposed_at, dstate_MK)
+        else:
+            if start >= 0:
+                gl.store(target_ptr + state_at + transposed_at, dstate_MK)
+    elif HAS_DINITIAL:
         gl.store(dinitial_ptr + state_at + transposed_at, dstate_MK, mask=everywhere & (start < 0) & (document >= 0))
     store_wait(0)
 
@@ -201,24 +226,29 @@ def _consume(
 def _consume_low(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HANDS_ON: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    dstate_s = k_s
+    dv_s = k_s
+    if OUTPUT:
+        dstate_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
+        dv_s = gl.allocate_shared_memory(k_s.dtype, [_C, _M], tma.TILE_16BIT)
     if runs != 0:
-        _consume(
-            0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            0, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
         )  # fmt: skip
     elif BEGINS:
-        _consume(
-            0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            0, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, False, False, True, False, False, FACTORS, STAGES,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, False, False, True, False, False, False, FACTORS, STAGES,
         )  # fmt: skip
 
 
@@ -226,24 +256,29 @@ def _consume_low(
 def _consume_high(
     dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+    first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
+    BEGINS: gl.constexpr, HANDS_ON: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
+    FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    dstate_s = k_s
+    dv_s = k_s
+    if OUTPUT:
+        dstate_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
+        dv_s = gl.allocate_shared_memory(k_s.dtype, [_C, _M], tma.TILE_16BIT)
     if runs != 0:
-        _consume(
-            1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            1, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
         )  # fmt: skip
     elif BEGINS:
-        _consume(
-            1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+        consume(
+            1, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, False, False, True, False, False, FACTORS, STAGES,
+            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
+            HV, H, SUMS, False, False, True, False, False, False, FACTORS, STAGES,
         )  # fmt: skip
 
 
@@ -253,8 +288,8 @@ def _reverse_kernel(
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr, segments_ptr,
     q_stride_h, k_stride_h, v_stride_h, do_stride_h, dv_stride_t, dv_stride_g, dv_stride_r, dv_group, first_head,
     R: gl.constexpr, HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr,
-    OUTPUT: gl.constexpr, BEGINS: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
-    FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, BEGINS: gl.constexpr, HANDS_ON: gl.constexpr, HAS_DFINAL: gl.constexpr,
+    HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     EARLY: gl.constexpr = 0,
 ):  # fmt: skip
@@ -284,6 +319,7 @@ def _reverse_kernel(
     document = gl.load(segment_ptr + 4)
     start = gl.load(segment_ptr + 5)
     stop = gl.load(segment_ptr + 6)
+    slot0 = gl.load(segment_ptr + 7)
     # Which programs compute what `reverse` returns; of the others some have no work, the rest hand on dH.
     runs = stop * 0 + 1
     if BEGINS:
@@ -301,16 +337,16 @@ def _reverse_kernel(
             (_consume_low, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
             (_consume_high, (
                 dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-                first, last, chunk0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
-                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
+                first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
+                HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
-            (_produce, (
+            (produce, (
                 q_desc, k_desc, v_desc, do_desc, solve_desc, scores_desc, factors_desc,
                 q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty, first, chunk0, num_chunks, runs, h,
                 (h // R) * q_stride_h, (h // R) * k_stride_h, h * v_stride_h, h * do_stride_h,
@@ -323,19 +359,21 @@ def _reverse_kernel(
 
 
 def reverse(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor,
     *, dstates: Tensor, dv: Tensor, sums: Tensor, dfinal_state: Tensor | None, d_initial_state: Tensor | None,
-    heads: range, cut_dstates: Tensor | None = None,
+    heads: range, cut_dstates: Tensor | None = None, handed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run the recurrence backwards for a range of value heads.
 
-    Runs on documents or, after `begin_reverse` and from the states' gradients cut_dstates [NC,HV,V,K], on segments
-    that stop at a cut. Fills dstates [NT,H,V,K] (gradient of the state at each chunk's end), dv [T,G,R,V] at any
-    addressable strides, rows 0..7 of sums [NT,H,SUMS,C] and d_initial_state [N,HV,K,V].
+    Runs on documents; or, after `begin_reverse` and from the states' gradients cut_dstates [NC,HV,V,K], on segments
+    that stop at a cut; or on a part of each document, from the gradients `handed` [N,HV,K,V] of the part after it,
+    which become those of its own start. Fills dstates [NS,H,V,K] (gradient of the state at each chunk's end) and rows
+    0..7 of sums [NS,H,SUMS,C], both in the rows that runs say, dv [T,G,R,V] at any addressable strides and
+    d_initial_state [N,HV,K,V].
     """
     _launch(
-        q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
-        heads, begins=False,
+        q, k, v, do, solve, scores, factors, runs, dstates, dv, sums, dfinal_state, d_initial_state,
+        cut_dstates if handed is None else handed, heads, begins=False, hands_on=handed is not None,
     )  # fmt: skip
 
 
@@ -350,15 +388,16 @@ def begin_reverse(
     Also fills row c of cut_dstates [NC,HV,V,K] with the state's gradient or dH of the segment that starts at cut c.
     """
     _launch(
-        q, k, v, do, solve, scores, factors, chunks, dstates, dv, sums, dfinal_state, d_initial_state, cut_dstates,
-        range(v.shape[1]), begins=True,
+        q, k, v, do, solve, scores, factors, chunks.segments, dstates, dv, sums, dfinal_state, d_initial_state,
+        cut_dstates, range(v.shape[1]), begins=True, hands_on=False,
     )  # fmt: skip
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, chunks: Chunks,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, solve: Tensor, scores: Tensor, factors: Tensor, runs: Tensor,
     dstates: Tensor | None, dv: Tensor | None, sums: Tensor | None, dfinal_state: Tensor | None,
     d_initial_state: Tensor | None, cut_dstates: Tensor | None, heads: range, *, begins: bool,
+    hands_on: bool,
 ) -> None:  # fmt: skip
     HV = v.shape[1]
     square = tma.rows(solve.view(-1, CHUNK), (CHUNK, CHUNK))
@@ -371,17 +410,17 @@ def _launch(
         dstates_desc = tma.rows(dstates.view(-1, dstates.shape[-1]), (64, 128))
         dv_numbers, num_sums = (dv.stride(0), dv.stride(1), dv.stride(2), dv.shape[2]), sums.shape[2]
     launch(
-        _reverse_kernel, (chunks.segments.shape[0] * len(heads),),
+        _reverse_kernel, (runs.shape[0] * len(heads),),
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(v, (CHUNK, 64)), tma.heads(do, (CHUNK, 64)),
         square, tma.rows(scores.view(-1, CHUNK), (CHUNK, CHUNK)), tma.rows(factors.view(-1, CHUNK), (4, CHUNK)),
         dstates_desc, dv_desc,
         factors, stand_in if sums is None else sums, k if dv is None else dv,
         stand_in if dfinal_state is None else dfinal_state, stand_in if d_initial_state is None else d_initial_state,
-        stand_in if cut_dstates is None else cut_dstates, chunks.segments,
+        stand_in if cut_dstates is None else cut_dstates, runs,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1), *dv_numbers, heads.start,
         R=HV // k.shape[1], HV=HV, H=len(heads), SUMS=num_sums,
-        HAS_CUTS=cut_dstates is not None and not begins, OUTPUT=dstates is not None, BEGINS=begins,
-        HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
+        HAS_CUTS=cut_dstates is not None and not begins and not hands_on, OUTPUT=dstates is not None, BEGINS=begins,
+        HANDS_ON=hands_on, HAS_DFINAL=dfinal_state is not None, HAS_DINITIAL=d_initial_state is not None,
         FACTORS=factors.shape[2], STAGES=_STAGES,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip

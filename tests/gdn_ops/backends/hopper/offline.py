@@ -51,6 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
     "long_full": {
         "HK": 1, "R": 1, "T": 32768, "varlen": True, "initial": True, "norm": True, "save": "inputs", "packed": True,
     },
+    "parts": {"T": 32768, "varlen": True},
+    "parts_full": {
+        "T": 262144, "N": 20, "varlen": True, "initial": True, "norm": True, "gate": True, "save": "inputs",
+        "packed": True,
+    },
     "states_only": {"varlen": True, "states_only": True},
     "half": {"dtype": torch.float16, "norm": True, "HK": 2, "R": 1, "B": 2, "T": 100},
 }  # fmt: skip
@@ -60,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compile_case(
     *, HK: int = 16, R: int = 3, B: int = 1, T: int = 4096, dtype: torch.dtype = torch.bfloat16, norm: bool = False,
     gate: bool = False, sigmoid: bool = False, doubled: bool = False, varlen: bool = False, initial: bool = False,
-    packed: bool = False, save: str = "solve", states_only: bool = False,
+    packed: bool = False, save: str = "solve", states_only: bool = False, N: int = 5,
 ) -> list[Any]:  # fmt: skip
     """Compile everything that a forward and a backward of this shape launch; the compiled kernels, in launch order."""
     HV, D = HK * R, 128
@@ -78,10 +83,10 @@ def compile_case(
         )
     else:
         q, k, v = (empty(B, T, heads, D, dtype=dtype) for heads in (HK, HK, HV))
-    cu_seqlens = empty(6, dtype=torch.int32) if varlen else None
+    cu_seqlens = empty(N + 1, dtype=torch.int32) if varlen else None
     inputs = Inputs(
         q, k, v, empty(B, T, HV), empty(B, T, HV, dtype=dtype),
-        empty(5 if varlen else B, HV, D, D) if initial else None, cu_seqlens,
+        empty(N if varlen else B, HV, D, D) if initial else None, cu_seqlens,
         empty(HV) if gate else None, empty(HV) if gate else None,
     )  # fmt: skip
     options = Options(D**-0.5, norm, sigmoid, doubled)
@@ -134,6 +139,7 @@ def describe(kernel: Any) -> dict[str, Any]:
     """What a test asks of one compiled kernel."""
     return {
         "name": kernel.metadata.name,
+        "hash": kernel.hash,
         "target": kernel.metadata.target.arch,
         "shared": kernel.metadata.shared,
         "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),

@@ -16,12 +16,13 @@ import measure
 import oracle
 import peers
 
+import gdn_ops
 from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper import summaries
 from gdn_ops.backends.hopper.chunks import chunk_table
 from gdn_ops.bench import accuracy
-from gdn_ops.shapes import Options, segment_rule, sizes
+from gdn_ops.shapes import Options, packed_width, segment_rule, sizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -233,6 +234,93 @@ def test_a_captured_call_follows_other_boundaries(chains: int, monkeypatch: pyte
         want = oracle.run(inputs, options, do, dfinal, bounds)
         assert oracle.relative_error(out.o, want.o) <= BOUND[torch.bfloat16]
         assert oracle.relative_error(grads.dk.reshape(want.grads["k"].shape), want.grads["k"]) <= BOUND[torch.bfloat16]
+
+
+def in_turns(monkeypatch: pytest.MonkeyPatch, groups: int, parts: int) -> None:
+    """Have backwards go through so many groups of heads and parts of documents, with states at both ends too."""
+    monkeypatch.setattr(hopper, "_CHAINED_DOCUMENTS", 0)
+    monkeypatch.setattr(shapes, "turns", lambda s, most_bytes: shapes.Turns(groups, parts))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("save", ["solve", "inputs"])
+def test_parts_of_documents_change_no_bit(save: str, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of heads and parts of documents: the bits of all at once, which is compared with float64."""
+    bounds = [0, 760, 760, 761, 2230, 3430]
+    inputs, do, dfinal = oracle.make(
+        HK=2, HV=6, bounds=bounds, T=bounds[-1] + 37, norm=norm, gate=True, initial=not norm, decay="weak"
+    )
+    options = Options(128**-0.5, norm)
+    want = oracle.run(inputs, options, do, dfinal, bounds)
+    first = None
+    for groups, parts in ((1, 1), (1, 3), (2, 1), (2, 4), (1, 8)):
+        in_turns(monkeypatch, groups, parts)
+        with settings.configure(cut_documents=False):
+            out = measure.forward_once(inputs, options, save, dfinal is not None)
+            grads, row = measure.backward_once(out, do, dfinal, inputs, options, packed=True)
+        assert out.checkpoints.shape[0] == (5 * (parts - 1) if save == "solve" else 0)
+        assert row[..., -64:].isnan().all()
+        found = (*out[:2], *grads)
+        if first is None:
+            first = found
+            for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"):
+                x = getattr(grads, f"d{name}")
+                error = oracle.relative_error(x.reshape(want.grads[name].shape), want.grads[name])
+                assert error <= BOUND[torch.bfloat16], name
+        names = (*out._fields[:2], *grads._fields)
+        others = [name for name, a, b in zip(names, first, found, strict=True) if not torch.equal(a, b)]
+        assert others == [], (groups, parts)
+
+
+def test_a_captured_call_in_parts_follows_other_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turns(monkeypatch, 2, 3)
+    inputs, do, dfinal = oracle.make(HK=2, HV=4, bounds=[0, 2500, 2501, 4900], initial=True, seed=5)
+    options = Options(128**-0.5)
+    with settings.configure(cut_documents=False):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = measure.forward_once(inputs, options, "solve", final=True)
+            grads, _ = measure.backward_once(out, do, dfinal, inputs, options, packed=False)
+        for bounds in ([0, 0, 4900, 4900], [0, 100, 3300, 4700], [0, 4898, 4899, 4900]):
+            inputs.cu_seqlens.copy_(torch.tensor(bounds))
+            graph.replay()
+            captured = [x.clone() for x in (*out[:2], *grads)]
+            eager = measure.forward_once(inputs, options, "solve", final=True)
+            eager_grads, _ = measure.backward_once(eager, do, dfinal, inputs, options, packed=False)
+            assert all(torch.equal(a, b) for a, b in zip(captured, (*eager[:2], *eager_grads), strict=True))
+            want = oracle.run(inputs, options, do, dfinal, bounds)
+            for name in ("q", "k", "v"):
+                x = getattr(grads, f"d{name}").reshape(want.grads[name].shape)
+                assert oracle.relative_error(x, want.grads[name]) <= BOUND[torch.bfloat16], (bounds, name)
+
+
+def test_peak_memory_of_the_main_shape() -> None:
+    """A step at most 2.0 GB, the output and the gradient row included; all heads and documents at once take 3.65."""
+    HK, HV, T = 16, 48, measure.bounds_of(measure.MAIN)[-1]
+    row = torch.randn(1, T, packed_width(HK, HV, 128), device="cuda", dtype=torch.bfloat16)
+    row[..., : 2 * HK * 128] *= 128**-0.5
+    row.requires_grad_()
+    g = (-0.1 * torch.rand(1, T, HV, device="cuda")).requires_grad_()
+    beta = torch.rand(1, T, HV, device="cuda").requires_grad_()
+    do = torch.randn(1, T, HV, 128, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor(measure.bounds_of(measure.MAIN), device="cuda", dtype=torch.int32)
+    peaks, results = [], []
+    for most_bytes in (settings.Settings().backward_bytes, 10**10):
+        with settings.configure(backward_bytes=most_bytes):
+            for _ in range(3):  # the third call repeats launches
+                row.grad = g.grad = beta.grad = None
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                o, _ = gdn_ops.chunk_gated_delta_rule_packed(
+                    row, g, beta, num_qk_heads=HK, num_v_heads=HV, cu_seqlens=cu
+                )
+                o.backward(do)
+                peaks.append(torch.cuda.max_memory_allocated() - before)
+            results.append([o.detach(), row.grad, g.grad, beta.grad])
+            del o
+    assert max(peaks[:3]) <= 2.0e9
+    assert min(peaks[3:]) >= 3.3e9
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_summaries_of_whole_documents_have_the_bits_of_a_call() -> None:

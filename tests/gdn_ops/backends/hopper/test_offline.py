@@ -26,8 +26,16 @@ LONG = [
     "_reverse_kernel", "_gradients_kernel", "_epilogue_kernel",
 ]  # fmt: skip
 """With cut documents: ends and summaries, their combination, and the rest, forward and backward."""
+PARTS = [
+    "_chunk_table_kernel", "_gates_kernel", "_solve_kernel", "_forward_kernel", "_clear_ownerless_kernel",
+    "_chunk_table_kernel", "_gates_kernel",
+    *["_recurrences_kernel", "_gradients_kernel", "_epilogue_kernel"] * 6,
+    "_clear_ownerless_kernel",
+]  # fmt: skip
+"""In two groups of heads and three parts of documents."""
 TENSOR_CORE_KERNELS = {
-    "_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel", "_combine_kernel", "_walk_tma_kernel",
+    "_solve_kernel", "_forward_kernel", "_reverse_kernel", "_recurrences_kernel", "_gradients_kernel",
+    "_combine_kernel", "_walk_tma_kernel",
 }  # fmt: skip
 
 
@@ -57,8 +65,11 @@ def check(kernels: list[dict], early: bool = True) -> None:
 
 
 def test_kernels_compile_for_sm_90() -> None:
-    kernels = compile_offline("plain", "full", "stretches")
+    kernels = compile_offline("plain", "full", "stretches", "parts")
     check(kernels)
+    parts = [x for x in kernels if x["case"] == "parts"]
+    assert [x["name"] for x in parts] == PARTS
+    assert len({x["hash"] for x in parts if x["name"] == "_epilogue_kernel"}) == 1, "one order of sums for all groups"
     assert [x["name"] for x in kernels if x["case"] == "stretches"] == LONG
     assert [x["name"] for x in kernels if x["case"] == "plain"] == PLAIN
     full = [x["name"] for x in kernels if x["case"] == "full"]
@@ -69,7 +80,7 @@ def test_kernels_compile_for_sm_90() -> None:
 
 @pytest.mark.slow
 def test_every_case_compiles_for_sm_90() -> None:
-    check(compile_offline("states", "stretches_full", "long_full", "states_only", "half"))
+    check(compile_offline("states", "parts_full", "stretches_full", "long_full", "states_only", "half"))
 
 
 @pytest.mark.slow
@@ -80,7 +91,7 @@ def test_kernels_of_ordinary_launches_know_nothing_of_earlier_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(OTHER_TRITON is None, reason="GDN_OPS_TEST_TRITON_PATH names no other Triton")
 def test_kernels_compile_with_another_triton() -> None:
-    kernels = compile_offline("plain", "full", "stretches", "long_full", triton_path=OTHER_TRITON)
+    kernels = compile_offline("plain", "full", "stretches", "long_full", "parts", triton_path=OTHER_TRITON)
     check(kernels)
     import triton
 

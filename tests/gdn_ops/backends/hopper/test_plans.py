@@ -1,5 +1,6 @@
 """A plan launches what the host code launches, argument by argument, without a GPU and without compiling."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,17 +13,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import gdn_ops
-from gdn_ops import ops, outputs, settings
+from gdn_ops import ops, outputs, settings, shapes
 from gdn_ops.backends import hopper, launching, plans
 from gdn_ops.backends.hopper import summaries, walk
 from gdn_ops.context_parallel import Context, partition, path, segments, sharing
 from gdn_ops.repeats import remembered
-from gdn_ops.shapes import Inputs, Options, packed_width
+from gdn_ops.shapes import Inputs, Options, Turns, packed_width
 
 D = 128
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents in two groups of heads": {"HK": 2, "varlen": True, "groups": True},
+    "documents in two groups of heads, three parts": {"HK": 2, "varlen": True, "turns": Turns(2, 3)},
+    "a batch in parts, every option": {"B": 2, "everything": True, "save": "inputs", "turns": Turns(1, 2)},
     "packed, every option": {"HK": 2, "varlen": True, "everything": True, "packed": True, "save": "inputs"},
     "batch, states kept": {"B": 2, "T": 100, "save": "states"},
     "one long document": {"T": 16384, "save": "solve"},
@@ -52,7 +54,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def calls_of(
     HK: int = 1, R: int = 3, B: int = 1, T: int = 320, varlen: bool = False, everything: bool = False,
-    packed: bool = False, save: str = "solve", groups: bool = False,
+    packed: bool = False, save: str = "solve", turns: Turns | None = None,
 ) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
     """A forward and a backward op, their tensors and options; contents do not matter."""
     HV = HK * R
@@ -76,6 +78,14 @@ def calls_of(
         (f"{name}_fwd", forward, {**options, "save": save, "output_final_state": everything}),
         (f"{name}_bwd", backward, options),
     ]
+
+
+def in_turns(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the case's backward go through groups of heads and parts of documents, if it says so."""
+    if "turns" in case:
+        monkeypatch.setattr(shapes, "turns", lambda s, most_bytes: case["turns"])
+        monkeypatch.setattr(hopper, "_CHAINED_DOCUMENTS", 0)
+        monkeypatch.setattr(settings, "_current", dataclasses.replace(settings.current(), cut_documents=False))
 
 
 def compare(
@@ -149,9 +159,7 @@ def compare(
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_launches_what_the_host_code_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    if case.get("groups"):
-        monkeypatch.setattr(hopper, "_GROUPED_SCRATCH_BYTES", 0)
-        monkeypatch.setattr(hopper, "_GROUPED_PROGRAMS", 0)
+    in_turns(case, monkeypatch)
     with settings.configure(fast_calls=True):
         for op, tensors, options in calls_of(**case):
             assert compare(ops._IMPLEMENTATIONS[op][0], tensors, options, monkeypatch) >= 4
@@ -164,9 +172,7 @@ def test_a_plan_needs_the_memory_that_scratch_bytes_tells(name: str, monkeypatch
     alignment = 16 * plans._ALIGNMENT
     case = {**CASES[name], "packed": False}
     save = case.get("save", "solve")
-    if case.get("groups"):
-        monkeypatch.setattr(hopper, "_GROUPED_SCRATCH_BYTES", 0)
-        monkeypatch.setattr(hopper, "_GROUPED_PROGRAMS", 0)
+    in_turns(case, monkeypatch)
     monkeypatch.setattr(launching, "compiled_for", lambda kernel, grid, args, options: (SimpleNamespace(run=None), ()))
     with settings.configure(fast_calls=True):
         for op, tensors, options in calls_of(**case):

@@ -89,9 +89,11 @@ def step_of_all(
     assert launched.count("_solve_kernel") == (again if save == "inputs" else 0)
     assert launched.count("_chunk_table_kernel") == (0 if is_shared else 6)
     assert launched.count("_gates_kernel") == again * (2 if save == "inputs" else 1)
-    # One for each rank's summary of gradients.
-    assert launched.count("_reverse_kernel") == 6
-    assert launched.count("_forward_kernel") == (0 if save == "states" else 3)
+    # Beside one for each rank's summary of gradients: both recurrences at once, unless states were computed ahead.
+    at_once = launched.count("_recurrences_kernel")
+    assert at_once == (0 if is_shared or save == "states" else 3)
+    assert launched.count("_reverse_kernel") == 6 - at_once
+    assert launched.count("_forward_kernel") == (0 if save == "states" else 3 - at_once)
     assert launched.count("_gradients_kernel") == 3
     names = ("q", "k", "v", "g", "beta", "initial_state")
     return {"o": o.detach(), "final_state": final.detach()} | {
