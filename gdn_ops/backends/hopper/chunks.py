@@ -37,8 +37,8 @@ _UNCUT = 2**25
 class Part(NamedTuple):
     """What a backward goes through at once, int32: all chunks, or a part of each document's.
 
-    table [NS,4]: what `Chunks.table` says of its chunks, each in the row of scratch that is the chunk's there; instead of
-    the 0, 64 times the chunk's number and one less than its valid tokens.
+    table [NS,4]: what `Chunks.table` says of its chunks, each in the row of scratch that is the chunk's there; instead
+    of the 0, 64 times the chunk's number and one less than its valid tokens.
     runs [N,8]: a part of each document as in `Chunks.segments`. It starts at the state that the forward has left there
     (-1: the document's start). order [2*N]: twice a row of runs, and 1 more for states and updates, 0 for the
     recurrence backwards, which takes 4/3 of the time a chunk; the longest first. used [4]: chunks in use in the first

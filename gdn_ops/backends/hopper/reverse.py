@@ -165,7 +165,6 @@ def consume(
             fence_async_shared()
             async_store(dstates_desc, [row * _D + half * _M, 0], dstate_s)
         factors = factors_s.index(stage)
-        read_C = factors.slice(0, 1).load(L_MC)
         write_C = factors.slice(1, 1).load(L_MC)
         query_C = factors.slice(2, 1).load(L_MC)
         from_o_MC = gl.convert_layout((do_T.load(L_MC).to(gl.float32) * query_C).to(dtype), OPERAND_MK)
@@ -177,6 +176,7 @@ def consume(
         )  # fmt: skip
         dstate_MK = dstate_MK * decay
         dstate_MK = warpgroup_mma(from_o_MC, q_s.index(stage), dstate_MK, is_async=True)
+        read_C = factors.slice(0, 1).load(L_MC)
         dv_MC = warpgroup_mma_wait(1, deps=[dv_MC])
         from_v_MC = gl.convert_layout((dv_MC * (-read_C)).to(dtype), OPERAND_MK)
         dstate_MK = warpgroup_mma(from_v_MC, k, dstate_MK, is_async=True)

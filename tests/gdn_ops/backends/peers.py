@@ -22,9 +22,9 @@ BETTER_PEER: dict[str, tuple[float, ...]] = {
 }
 
 
-def worse_than_peers(backend: str, kind: str, own_bounds: dict[tuple[str, str], float]) -> dict[str, float]:
-    """Errors of `backend` on one kind of inputs that exceed the better peer's, or the bound that takes its place."""
+def worse_than_peers(backend: str, kind: str) -> dict[str, float]:
+    """Errors of `backend` on one kind of inputs that exceed the better peer's."""
     found = accuracy.errors(kind, provider(f"ours-{backend}", accuracy.CASE), "cuda", accuracy.CASE).relative_rms
     assert tuple(found) == NAMES
     bounds = dict(zip(NAMES, BETTER_PEER[kind], strict=True))
-    return {name: error for name, error in found.items() if not error <= own_bounds.get((kind, name), bounds[name])}
+    return {name: error for name, error in found.items() if not error <= bounds[name]}

@@ -80,7 +80,7 @@ def test_configurations_are_data(stage):
 
 @pytest.mark.parametrize("kind", accuracy.INPUTS)
 def test_no_less_accurate_than_the_better_peer(kind):
-    assert peers.worse_than_peers("triton", kind, {}) == {}
+    assert peers.worse_than_peers("triton", kind) == {}
 
 
 def test_deterministic_over_runs():
