@@ -65,6 +65,15 @@ _GRADIENTS = {
     (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
 }
 """By operand bytes and padded K (128: up to 128)."""
+_TENSOR_MEMORY = {
+    (2, 128): Config(num_warps=16, num_stages=1, block_v=32),
+    (2, 256): Config(num_warps=16, num_stages=1, block_v=32),
+    (4, 128): Config(num_warps=16, num_stages=1, block_v=32),
+    (4, 256): Config(num_warps=16, num_stages=1, block_v=16),
+}
+"""The same for capability 10, but for heads of at most 64 in 16 bits, which need no other numbers. With eight warps
+Triton 3.6 needs 528 columns of tensor memory or more (float32, heads of 256: 2720). Sixteen warps take none: products
+are those of Ampere, and 15 to 21 KB a thread are spilled in 16 bits (sm_80: 25). Compiled for sm_100, not run."""
 _AMD = Config(num_warps=8, num_stages=1, block_v=16)
 """64 KB of shared memory; compiled for gfx942, not run."""
 
@@ -353,7 +362,8 @@ def gradients(
     small = config._replace(block_v=min(config.block_v, 32))
     if sizes.K == sizes.V == 128 and q.element_size() == 2:
         config = _PIPELINED
-    config = choose(config, small, _AMD)
+    fits = q.element_size() == 2 and BK <= 64
+    config = choose(config, small, _AMD, None if fits else _TENSOR_MEMORY[q.element_size(), max(BK, 128)])
     state_heads = states.shape[1]
     launch(
         _gradients_kernel, sizes.num_chunks * (num_heads * sizes.HK // sizes.HV),

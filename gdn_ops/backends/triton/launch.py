@@ -62,10 +62,25 @@ def shared_memory() -> int:
     return _shared_memory(torch.cuda.current_device()) if torch.cuda.is_available() else LARGE_SHARED_MEMORY
 
 
-def choose(large: Config, small: Config, amd: Config) -> Config:
-    """The configuration for the current device: `large` tiles where its shared memory holds them, else `small` ones."""
+@functools.cache
+def _has_tensor_memory(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] == 10
+
+
+def has_tensor_memory() -> bool:
+    """Whether the current device keeps accumulators in tensor memory, whose 512 columns a program's have to fit."""
+    return torch.cuda.is_available() and not is_amd() and _has_tensor_memory(torch.cuda.current_device())
+
+
+def choose(large: Config, small: Config, amd: Config, tensor_memory: Config | None = None) -> Config:
+    """The configuration for the current device: `large` tiles where its shared memory holds them, else `small` ones.
+
+    `tensor_memory`: the one for data-centre Blackwell GPUs, where `large` would not fit their tensor memory.
+    """
     if is_amd():
         return amd
+    if tensor_memory is not None and has_tensor_memory():
+        return tensor_memory
     return large if shared_memory() >= LARGE_SHARED_MEMORY else small
 
 

@@ -45,6 +45,14 @@ _REVERSE = {
     (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
 }
 """By operand bytes and padded K (128: up to 128)."""
+_TENSOR_MEMORY = {
+    (2, 128): Config(num_warps=4, num_stages=2, block_v=64),
+    (2, 256): Config(num_warps=8, num_stages=2, block_v=32),
+    (4, 128): Config(num_warps=8, num_stages=1, block_v=16),
+    (4, 256): Config(num_warps=8, num_stages=1, block_v=16),
+}
+"""The same for capability 10. Triton 3.6 needs 544 columns of tensor memory for heads of 128 in blocks of 128, and 576
+for heads of 256 in blocks of 64. Blocks below 64 take no tensor memory. Compiled for sm_100, not run."""
 _AMD = Config(num_warps=4, num_stages=1, block_v=32)
 """64 KB of shared memory; compiled for gfx942, not run."""
 TMA_BYTES = (5 * 128, 8 * 128)
@@ -181,7 +189,8 @@ def reverse(
     q, k, v = inputs.q, inputs.k, inputs.v
     BK = padded(sizes.K)
     config = _REVERSE[q.element_size(), max(BK, 128)]
-    config = choose(config, Config(num_warps=4, num_stages=2, block_v=min(config.block_v, 64)), _AMD)
+    tensor_memory = _TENSOR_MEMORY[q.element_size(), max(BK, 128)]
+    config = choose(config, Config(num_warps=4, num_stages=2, block_v=min(config.block_v, 64)), _AMD, tensor_memory)
     BV = min(config.block_v, padded(sizes.V))
     recompute = states is not None
     initial = inputs.initial_state

@@ -23,8 +23,9 @@ from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd  # noqa: E402
 from gdn_ops.shapes import Inputs, Options  # noqa: E402
 
 _STAGES = (chunks, forward, gradients, reverse, scores, solve)
-_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 _HOPPER_SHARED = 227 * 1024
+_TENSOR_COLUMNS = 512
 _AMPERE_SHARED = 163 * 1024
 _AMD_SHARED = 64 * 1024
 
@@ -33,7 +34,18 @@ _AMD_SHARED = 64 * 1024
 def launches(monkeypatch):
     """Kernel launches of one forward and backward call at 16/48 heads, by kernel name, as a given device would do."""
 
-    def of(dtype=torch.bfloat16, D=128, *, hopper=False, amd=False, shared=_HOPPER_SHARED, save="inputs", offset=0):
+    def of(
+        dtype=torch.bfloat16,
+        D=128,
+        *,
+        hopper=False,
+        blackwell=False,
+        amd=False,
+        shared=_HOPPER_SHARED,
+        save="inputs",
+        offset=0,
+        norm=True,
+    ):
         seen = {}
 
         def record(kernel, grid, args, constants, num_warps, num_stages):
@@ -44,6 +56,7 @@ def launches(monkeypatch):
         for module in (launch, gradients, solve):
             monkeypatch.setattr(module, "is_amd", lambda: amd)
         monkeypatch.setattr(launch, "on_hopper", lambda: hopper)
+        monkeypatch.setattr(launch, "has_tensor_memory", lambda: blackwell)
         monkeypatch.setattr(launch, "shared_memory", lambda: shared)
         HK, HV, T = 16, 48, 32768
         row = torch.empty((1, T, (2 * HK + HV) * D + 16), dtype=dtype, device="meta")[..., offset:]
@@ -53,8 +66,8 @@ def launches(monkeypatch):
         per_head = torch.empty(HV, device="meta")
         ends = torch.empty(6, dtype=torch.int32, device="meta")
         inputs = Inputs(q, k, v, gate, gate, None, ends, per_head, per_head)
-        options = Options(D**-0.5, True, True)
-        out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=True, save=save)
+        options = Options(D**-0.5, norm, True)
+        out = allocate_chunk_fwd(inputs, output_final_state=True, use_qk_l2norm=norm, save=save)
         backend.chunk_fwd(out, inputs, options, save)
         grads = allocate_chunk_bwd(inputs)
         targets = grads._replace(dq=grads.dq.unsqueeze(3), dk=grads.dk.unsqueeze(3), dv=grads.dv.unsqueeze(3))
@@ -157,14 +170,42 @@ def test_hopper_resources_by_pointers(launches):
     _check({name: seen[name] for name in ("_forward_kernel", "_reverse_kernel")}, _SPILLS_BY_POINTERS)
 
 
-@pytest.mark.parametrize("arch, shared", [(80, _AMPERE_SHARED), (100, _HOPPER_SHARED)])
-def test_other_architectures_compile(launches, arch, shared):
-    for name, compiled in _compiled(launches(shared=shared), arch).items():
-        assert compiled.metadata.shared <= shared, name
-        if arch < 90:
-            assert "griddepcontrol" not in compiled.asm["ptx"], name
-        elif "trap;" not in compiled.asm["ptx"]:  # Triton's for a kernel that takes too much tensor memory
-            _check_order(compiled.asm["ptx"])
+def test_ampere_compiles(launches):
+    for name, compiled in _compiled(launches(shared=_AMPERE_SHARED), 80).items():
+        assert compiled.metadata.shared <= _AMPERE_SHARED, name
+        assert "griddepcontrol" not in compiled.asm["ptx"], name
+
+
+_DOTS = {"_scores_kernel", "_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
+
+
+def _check_blackwell(seen):
+    """Every kernel fits shared and tensor memory. One that does not compiles all the same, to a bare trap."""
+    for name, compiled in _compiled(seen, 100).items():
+        ptx = compiled.asm["ptx"]
+        assert compiled.metadata.tmem_size <= _TENSOR_COLUMNS, name
+        assert not re.search(r"\btrap;", ptx), name
+        assert bool(re.search(r"\b(tcgen05\.mma|mma\.sync)", ptx)) == (name in _DOTS), name
+        assert compiled.metadata.shared <= _HOPPER_SHARED, name
+        _check_order(ptx)
+
+
+def test_blackwell_compiles(launches):
+    _check_blackwell(launches(blackwell=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_blackwell_compiles_in_every_size(launches, dtype, D, norm):
+    _check_blackwell(launches(dtype, D, blackwell=True, norm=norm))
+
+
+def test_blackwell_does_not_fit_other_numbers(launches):
+    recorded = launches()["_gradients_kernel"]
+    compiled = _compile(recorded, 100)
+    assert compiled.metadata.tmem_size > _TENSOR_COLUMNS and re.search(r"\btrap;", compiled.asm["ptx"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
