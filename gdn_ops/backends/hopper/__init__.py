@@ -47,6 +47,7 @@ from gdn_ops.shapes import (
 
 HEAD_SIZE = 128
 TOGETHER = True
+"""Whether both recurrences of a turn run in one launch, where neither is cut; for comparisons, no bit depends on it."""
 
 
 _CHAINED_DOCUMENTS = 16
