@@ -4,7 +4,6 @@ Letters: B batch, T tokens, N documents, HK query/key heads, HV value heads, K q
 V value head size, C chunk length, NT chunks (an upper bound that needs no value of `cu_seqlens`).
 """
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -256,26 +255,22 @@ def scratch_bytes_of(num_chunks: int, num_heads: int, key_dim: int = 128, value_
     return num_chunks * num_heads * ((2 * key_dim + CHUNK) * value_dim * 2 + 15 * CHUNK * 4)
 
 
-def _dividing(n: int, x: int, up: bool) -> int:
-    """The divisor of n that x is rounded to (1 and n where there is none); without a branch, x may be symbolic."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    found = 1
-    for below, above in itertools.pairwise(divisors):
-        beyond = x - below if up else x - above + 1
-        found += (above - below) * torch.sym_max(torch.sym_min(beyond, 1), 0)
-    return found
+def _is_positive(x: int) -> int:
+    """1 or 0, without a branch: x may be symbolic."""
+    return torch.sym_max(torch.sym_min(x, 1), 0)
 
 
 def turns(s: Sizes, most_bytes: int) -> Turns:
-    """The turns of a call whose documents are not cut, from shapes alone: the fewest for scratch of about `most_bytes`,
-    groups of heads first, for nothing is handed on between them. Groups are of one size."""
+    """The turns of a call whose documents are not cut, from shapes alone: the fewest for scratch of about `most_bytes`.
+
+    Two groups of heads first, for nothing is handed on between them, then parts. More groups are not worth it: 256
+    documents of 128 tokens took 2.36 ms a step in two and 2.59 in eight (H200, 16/32 heads).
+    """
     if s.B * s.T == 0 or s.N == 0:
         return Turns(1, 1)
     whole = scratch_bytes_of(s.num_chunks, s.HV, s.K, s.V)
-    groups = torch.sym_min(
-        _dividing(s.HK, (whole + most_bytes - 1) // most_bytes, up=True),
-        _dividing(s.HK, s.N * s.HV // _GROUPED_CHAINS, up=False),
-    )
+    has_halves = int(s.HK % 2 == 0)
+    groups = 1 + has_halves * _is_positive(whole - most_bytes) * _is_positive(s.N * s.HV - 2 * _GROUPED_CHAINS + 1)
     parts = (whole + groups * most_bytes - 1) // (groups * most_bytes)
     parts = torch.sym_min(torch.sym_min(parts, s.num_chunks // (_LEAST_PART_CHUNKS * s.N)), MOST_PARTS)
     return Turns(groups, torch.sym_max(parts, 1))

@@ -301,7 +301,7 @@ def test_peak_memory_of_the_main_shape() -> None:
     for most_bytes in (settings.Settings().backward_bytes, 10**10):
         with settings.configure(backward_bytes=most_bytes):
             for _ in range(3):  # the third call repeats launches
-                row.grad = g.grad = beta.grad = None
+                o = row.grad = g.grad = beta.grad = None
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 o, _ = gdn_ops.chunk_gated_delta_rule_packed(
@@ -310,9 +310,8 @@ def test_peak_memory_of_the_main_shape() -> None:
                 o.backward(do)
                 peaks.append(torch.cuda.max_memory_allocated() - before)
             results.append([o.detach(), row.grad, g.grad, beta.grad])
-            del o
     assert max(peaks[:3]) <= 2.0e9
-    assert min(peaks[3:]) >= 3.3e9
+    assert min(peaks[3:]) >= 3.5e9
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
