@@ -50,6 +50,9 @@ class RecomputeHandle:
     with `recompute_handle=handle` on the op inside `layer`. `context_fn` tells the handle which of the two forwards is
     running, so that no state is ever taken for another's:
 
+    Without gradients torch's checkpoint runs the function and nothing else, so the call then exchanges as one without a
+    handle does, and the handle stays as it is.
+
     Raises (when the op is called) RuntimeError for a handle that is used outside of its checkpoint, was put twice
     (two layers share it, or an earlier step's recompute never ran: stale), is taken without having been put (missing),
     or is taken twice; ValueError for one that was put by a call with another context or other shapes.
@@ -65,6 +68,10 @@ class RecomputeHandle:
     def context_fn(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint.checkpoint(..., context_fn=handle.context_fn)`."""
         return _Phase(self, "forward"), _Phase(self, "recompute")
+
+    def is_idle(self) -> bool:
+        """Whether nothing will be recomputed: no checkpoint is running, nor would one without gradients."""
+        return self._phase is None and not torch.is_grad_enabled()
 
     def take(self, signature: tuple[Any, ...]) -> Received | None:
         """What the first forward received, in a recompute; None in a first forward, which has to exchange and `put`."""

@@ -27,8 +27,8 @@ class Context:
     num_documents: N, so initial and final states are [N,HV,K,V] on every rank. num_tokens: this rank's own tokens.
     group_name: the process group, or "" where no document crosses ranks or there is one rank. exchange: "saved" or
     "replay". pieces, ends: of the largest share of tokens (`gdn_ops.context_parallel.pieces`). hears: which exchanges
-    this rank has a use for, the only field but the numbers in `plan` that differs from rank to rank. serial: tells one
-    batch from another.
+    this rank has a use for, the only field but the numbers in `plan` that differs from rank to rank. partition_hash:
+    tells the contexts of one partition from another's; serial: tells one batch from another.
     """
 
     plan: Plan
@@ -42,6 +42,7 @@ class Context:
     pieces: int = 1
     ends: int = 1
     hears: Hears = HEARS_ALL
+    partition_hash: int = 0
     serial: int = field(default_factory=lambda: next(_serials))
 
 
@@ -86,6 +87,7 @@ def build_for(
         pieces=cuts.pieces,
         ends=cuts.ends,
         hears=hears(part, rank),
+        partition_hash=hash(part),
     )
 
 

@@ -150,6 +150,8 @@ def _check(part: Partition, inputs: Sequence[RankInputs], save: str, cp_contexts
             raise ValueError(
                 f"cp_contexts: expected those of the partition, (ranks, documents, tokens) {wanted}, got {found}"
             )
+        if any(context.partition_hash != hash(part) for context in cp_contexts):
+            raise ValueError("cp_contexts: expected those of the partition, got some of another with as many tokens")
 
 
 def emulate(

@@ -170,8 +170,9 @@ class Partition:
                 that a GPU runs them side by side; equal on all ranks. Exact, but not bitwise the same. None: 1, but on
                 a GPU of compute capability 9.0 by a rule from the number of tokens and `num_v_heads`.
             num_v_heads: HV, for rules only.
-            ends: how many times as long as the other pieces a document's first and last one are. None: by a rule from
-                the number of pieces, of tokens and `num_v_heads`; without the latter 1.
+            ends: how many times as long as the other pieces a document's first and last one are; of no effect on a
+                share in one piece. None: by a rule from the number of pieces, of tokens and `num_v_heads`; without the
+                latter 1.
 
         Raises ValueError or TypeError for a rank, group or word that does not fit. Nothing is communicated here.
         """

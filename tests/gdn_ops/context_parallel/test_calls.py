@@ -221,6 +221,21 @@ def test_handle_outside_of_its_checkpoint():
         call(**local(), context=PARTS.context(0), handle=RecomputeHandle())
 
 
+def test_handle_in_an_evaluation():
+    """Without gradients torch's checkpoint enters no context; the handle stays new for the step that follows."""
+    handle, context = RecomputeHandle(), PARTS.context(0)
+    wanted = run(lambda **x: checkpointed(handle, context, **x), PARTS)
+    handle, tensors = RecomputeHandle(), local()
+    with torch.no_grad():
+        o, _ = checkpointed(handle, context, **tensors)
+        direct, _ = call(**tensors, context=context)
+        again, _ = call(**tensors, context=context, handle=handle)
+    assert torch.equal(o, direct)
+    assert torch.equal(again, direct)
+    found = run(lambda **x: checkpointed(handle, context, **x), PARTS)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 def test_handle_that_is_missing_in_the_recompute():
     outer, context = RecomputeHandle(), PARTS.context(0)
 

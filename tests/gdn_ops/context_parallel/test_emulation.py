@@ -217,7 +217,12 @@ def test_what_does_not_fit_the_partition_is_refused():
     short = [whole[0], RankInputs(*(x[:, :19] for x in whole[1][:5]))]
     with pytest.raises(ValueError, match=r"inputs\[1\]: this rank holds 20 tokens, got 19"):
         emulate(part, short)
-    for other in (partition([0, 40], 3), partition([0, 50], 2), partition([0, 20, 40], 2)):
+    for other in (
+        partition([0, 40], 3),
+        partition([0, 50], 2),
+        partition([0, 20, 40], 2),
+        partition([0, 40], 2, "zigzag"),
+    ):
         with pytest.raises(ValueError, match="cp_contexts: expected those of the partition"):
             emulate(part, whole, cp_contexts=contexts(other, "cpu"))
     with pytest.raises(ValueError, match="cp_contexts: expected those of the partition"):
