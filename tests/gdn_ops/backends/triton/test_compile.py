@@ -201,7 +201,7 @@ def test_blackwell_compiles(launches):
     ids=str,
 )
 def test_blackwell_compiles_in_other_sizes(launches, dtype, D, norm):
-    """Some of bfloat16, float16 and float32 by 64, 128 and 256, with and without norms, which all have been compiled."""
+    """Some of three dtypes by 64, 128 and 256, with and without norms, all of which have been compiled."""
     _check_blackwell(launches(dtype, D, blackwell=True, norm=norm))
 
 
