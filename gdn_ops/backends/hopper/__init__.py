@@ -27,6 +27,7 @@ from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
 from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import is_hopper as _is_hopper
 from gdn_ops.backends.hopper.launch import on_device
+from gdn_ops.backends.hopper.layouts import Target, addressable_gradient, flat, merged_tokens
 from gdn_ops.backends.hopper.recurrences import recurrences
 from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
 from gdn_ops.backends.hopper.segments import combine
@@ -71,7 +72,7 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
     if q.shape[0] * q.shape[1] == 0:
         return None
     for name, x in (("q", q), ("k", k), ("v", v)):
-        tokens = _tokens(x)
+        tokens = merged_tokens(x)
         if tokens is None:
             return f"{name}: batch and token axes are not one evenly strided axis (strides {tuple(x.stride())})"
         reason = tma.unaddressable(tokens)
@@ -111,7 +112,7 @@ def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Scratch:
             x.zero_()
         return Scratch(*(out.gates.new_empty((0,)) for _ in Scratch._fields))
     with on_device(inputs.q):
-        q, k = _flat(inputs.q), _flat(inputs.k)
+        q, k = flat(inputs.q), flat(inputs.k)
         chunks = _chunks(inputs, s)
         return Scratch(_prepare(q, k, inputs, options, s, chunks, out.saved).factors, *chunks)
 
@@ -127,7 +128,7 @@ def chunk_prepare_bwd(
     if s.T * s.B == 0 or s.N == 0:
         return saved, Scratch(*(saved.gates.new_empty((0,)) for _ in Scratch._fields))
     with on_device(inputs.q):
-        q, k = _flat(inputs.q), _flat(inputs.k)
+        q, k = flat(inputs.q), flat(inputs.k)
         chunks = Chunks(*tables) if tables else _chunks(inputs, s)
         rule = settings.segments(s)
         num_segments = s.N + rule.num_cuts
@@ -156,7 +157,7 @@ def chunk_states(inputs: Inputs, saved: Saved, options: Options, scratch: Scratc
     if in_turns and not _is_at_once(s, inputs.initial_state is not None):
         return None
     with on_device(inputs.q):
-        q, k, v = (_flat(x) for x in inputs[:3])
+        q, k, v = (flat(x) for x in inputs[:3])
         kept = _prepared(saved, scratch)
         cuts = _checked_cuts(saved, rule)
         if rule.num_cuts > 0 and cuts.transitions is None:
@@ -176,7 +177,7 @@ def chunk_fwd(out: Forward, inputs: Inputs, options: Options, save: str, scratch
         _forward_without_tokens(out, inputs)
         return
     with on_device(inputs.q):
-        q, k, v = (_flat(x) for x in inputs[:3])
+        q, k, v = (flat(x) for x in inputs[:3])
         rule = settings.segments(s)
         if scratch is None:
             chunks = _chunks(inputs, s)
@@ -218,9 +219,9 @@ def chunk_bwd(
         _backward_without_tokens(out, dfinal_state)
         return
     with on_device(inputs.q):
-        q, k, v = (_flat(x) for x in inputs[:3])
-        flat_do = _addressable_gradient(do)
-        targets = [_Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
+        q, k, v = (flat(x) for x in inputs[:3])
+        flat_do = addressable_gradient(do)
+        targets = [Target(x, through_tma=i == 2) for i, x in enumerate(out[:3])]
         dq, dk, dv = (target.written for target in targets)
         dg, dbeta = (x.view(s.B * s.T, s.HV) for x in (out.dg, out.dbeta))
         rule = settings.segments(s)
@@ -531,57 +532,6 @@ def _gradients_at_cuts(
     )  # fmt: skip
     combine(cut_dstates, transitions, chunks.cuts, backwards=True)
     return cut_dstates
-
-
-# ---- layouts
-
-
-def _tokens(x: Tensor) -> Tensor | None:
-    """[B,T,H,D] as [B*T,H,D] without copying, or None; axes of one element get harmless strides."""
-    B, T, H, D = x.shape
-    if B > 1 and T > 1 and x.stride(0) != T * x.stride(1):
-        return None
-    stride_t = x.stride(1) if T > 1 else x.stride(0) if B > 1 else H * D
-    return x.as_strided((B * T, H, D), (stride_t, x.stride(2) if H > 1 else D, 1), x.storage_offset())
-
-
-def _flat(x: Tensor) -> Tensor:
-    tokens = _tokens(x)
-    assert tokens is not None, "unsupported_reason() lets only such operands through"
-    return tokens
-
-
-def _addressable_gradient(do: Tensor) -> Tensor:
-    """An output gradient as [B*T,HV,V], copied if no descriptor can describe it."""
-    tokens = _tokens(do)
-    if tokens is None or tma.unaddressable(tokens) is not None:
-        tokens = do.contiguous().view(-1, *do.shape[2:])
-    return tokens
-
-
-class _Target:
-    """A gradient's [B,T,G,R,D] target as [B*T,G,R,D]; one that kernels cannot write in place goes through a copy."""
-
-    def __init__(self, x: Tensor, *, through_tma: bool):
-        B, T, G, R, D = x.shape
-        self._copied_to: Tensor | None = None
-        strides = (x.stride(2) if G > 1 else D, x.stride(3) if R > 1 else D)
-        stride_t = x.stride(1) if T > 1 else x.stride(0) if B > 1 else G * R * D
-        self.written = x.as_strided((B * T, G, R, D), (stride_t, *strides, 1), x.storage_offset())
-        even = B == 1 or T == 1 or x.stride(0) == T * x.stride(1)
-        if not even or (through_tma and not _addressable(self.written)):
-            self._copied_to = x
-            self.written = x.new_empty((B * T, G, R, D))
-
-    def finish(self) -> None:
-        """Copy to the target what could not be written in place."""
-        if self._copied_to is not None:
-            self._copied_to.copy_(self.written.view(self._copied_to.shape))
-
-
-def _addressable(x: Tensor) -> bool:
-    """Whether one TMA descriptor covers [T,G,R,D]."""
-    return all(tma.unaddressable(part) is None for part in (x[:, :, 0], x[:, 0]))
 
 
 # ---- calls without a token

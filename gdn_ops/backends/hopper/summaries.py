@@ -13,6 +13,7 @@ from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper.chunks import chunk_table
 from gdn_ops.backends.hopper.forward import begin
 from gdn_ops.backends.hopper.launch import on_device
+from gdn_ops.backends.hopper.layouts import addressable_gradient, flat
 from gdn_ops.backends.hopper.reverse import begin_reverse
 from gdn_ops.shapes import WHOLE_DOCUMENTS, Inputs, Options, Saved, sizes
 
@@ -30,7 +31,7 @@ def segments_fwd(
     """
     s = sizes(inputs)
     with on_device(inputs.q):
-        k, v = hopper._flat(inputs.k), hopper._flat(inputs.v)
+        k, v = flat(inputs.k), flat(inputs.v)
         if prepared is None:
             chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, k)
             kept = hopper._prepare(k, k, inputs, options, s, chunks, has_scores=False)
@@ -55,14 +56,14 @@ def segments_bwd(
     """
     s = sizes(inputs)
     with on_device(inputs.q):
-        q, k, v = (hopper._flat(x) for x in inputs[:3])
+        q, k, v = (flat(x) for x in inputs[:3])
         if scratch is None:
             chunks = chunk_table(inputs.cu_seqlens, s.N, s.B * s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
             kept = hopper._prepare(q, k, inputs, options, s, chunks, None, saved)
         else:
             chunks, kept = scratch.chunks, hopper._prepared(saved, scratch)
         begin_reverse(
-            q, k, v, hopper._addressable_gradient(do), kept.solve, kept.scores, kept.factors,
+            q, k, v, addressable_gradient(do), kept.solve, kept.scores, kept.factors,
             chunks._replace(segments=table),
             dfinal_state=dfinal_state, cut_dstates=dstates,
         )  # fmt: skip

@@ -15,9 +15,9 @@ import emulator
 import measure
 import oracle
 
-from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper.chunks import Chunks, chunk_table
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
+from gdn_ops.backends.hopper.layouts import flat
 from gdn_ops.backends.hopper.solve import solve
 from gdn_ops.shapes import L2NORM_EPS, WHOLE_DOCUMENTS, Inputs, Options, sizes
 
@@ -44,7 +44,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def results(inputs: Inputs, options: Options, has_scores: bool = True) -> tuple[Chunks, Tensor, dict[str, Tensor]]:
     """The chunk table, gates and what `solve` filled; what it did not is NaN."""
     s = sizes(inputs)
-    q, k = (hopper._flat(x) for x in inputs[:2])
+    q, k = (flat(x) for x in inputs[:2])
     has_norm = options.use_qk_l2norm
     chunks = chunk_table(inputs.cu_seqlens, s.N, s.T, s.num_chunks, WHOLE_DOCUMENTS, q)
     decay = poisoned(s.num_chunks, s.HV, 64)
