@@ -47,15 +47,11 @@ from gdn_ops.shapes import (
 )
 
 HEAD_SIZE = 128
-TOGETHER = True
-"""Whether both recurrences of a turn run in one launch, where neither is cut; for comparisons, no bit depends on it."""
-
 
 _CHAINED_DOCUMENTS = 16
 """Up to so many documents that begin with a state and end with a state's gradient are taken for pieces of one
-(`gdn_ops.context_parallel`): all heads at once and whole, as where that one runs
-whole. Pieces differ in length, the longest
-bounds a group's time, and two groups would pay it twice."""
+(`gdn_ops.context_parallel`): all heads at once and whole. Pieces differ in length, the longest bounds a group's time,
+and two groups would pay it twice."""
 
 _SETTING_CHANGED = "the setting cut_documents or backward_bytes changed between a forward and its backward"
 
@@ -254,7 +250,7 @@ def chunk_bwd(
             dstates = q.new_empty((rows, H, s.V, s.K))
             sums = kept.gates.new_empty((rows, H, NUM_SUMS, CHUNK))
             for part in reversed(parts):
-                if kept_states is None and cuts.transitions is None and not _has_stretches(chunks, cuts) and TOGETHER:
+                if kept_states is None and cuts.transitions is None and not _has_stretches(chunks, cuts):
                     recurrences(
                         q, k, v, flat_do, kept.solve, kept.scores, kept.factors, part,
                         initial_state=inputs.initial_state, left=cuts.states, states=states, updates=updates,

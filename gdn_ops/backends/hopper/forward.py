@@ -59,6 +59,15 @@ _TRANSITION = gl.constexpr(2)
 
 
 @gluon.jit
+def load_run(run_ptr):
+    """A row of `Chunks.segments` or the like: first token, end, first chunk, chunks, document, start, stop, slot."""
+    return (
+        gl.load(run_ptr), gl.load(run_ptr + 1), gl.load(run_ptr + 2), gl.load(run_ptr + 3),
+        gl.load(run_ptr + 4), gl.load(run_ptr + 5), gl.load(run_ptr + 6), gl.load(run_ptr + 7),
+    )  # fmt: skip
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, solve_desc, scores_desc, factors_desc,
     q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
@@ -218,8 +227,8 @@ def consume(
 
 
 @gluon.jit
-def _consume_low(
-    states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+def _consume(
+    half: gl.constexpr, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
     first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
     HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
@@ -233,7 +242,7 @@ def _consume_low(
         u_s = gl.allocate_shared_memory(k_s.dtype, [_M, _C], tma.TILE_16BIT)
     if role == _RUN:
         consume(
-            0, states_desc, updates_desc, o_desc, state_s, u_s,
+            half, states_desc, updates_desc, o_desc, state_s, u_s,
             q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
             first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
@@ -242,41 +251,7 @@ def _consume_low(
     if BEGINS:
         if role != _RUN:
             consume(
-                0, states_desc, updates_desc, o_desc, state_s, u_s,
-                q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-                factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-                first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
-                h, h_scratch,
-                HV, HS, False, False, False, True, True, False, False, False, FACTORS, STAGES,
-            )  # fmt: skip
-
-
-@gluon.jit
-def _consume_high(
-    states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-    first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
-    HV: gl.constexpr, HS: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, HAS_CUTS: gl.constexpr,
-    BEGINS: gl.constexpr, LEAVES: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
-    FACTORS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    state_s = k_s
-    u_s = k_s
-    if STATES:
-        state_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
-        u_s = gl.allocate_shared_memory(k_s.dtype, [_M, _C], tma.TILE_16BIT)
-    if role == _RUN:
-        consume(
-            1, states_desc, updates_desc, o_desc, state_s, u_s,
-            q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
-            factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
-            first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role, h, h_scratch,
-            HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, False, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
-        )  # fmt: skip
-    if BEGINS:
-        if role != _RUN:
-            consume(
-                1, states_desc, updates_desc, o_desc, state_s, u_s,
+                half, states_desc, updates_desc, o_desc, state_s, u_s,
                 q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
@@ -323,14 +298,7 @@ def _forward_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     wait_for_earlier(EARLY)
-    first = gl.load(run_ptr)
-    last = gl.load(run_ptr + 1)
-    chunk0 = gl.load(run_ptr + 2)
-    num_chunks = gl.load(run_ptr + 3)
-    document = gl.load(run_ptr + 4)
-    start = gl.load(run_ptr + 5)
-    stop = gl.load(run_ptr + 6)
-    slot0 = gl.load(run_ptr + 7)
+    first, last, chunk0, num_chunks, document, start, stop, slot0 = load_run(run_ptr)
     if LEAVES:
         if IN_PARTS:
             # At every end of a document's part but the last one, as in the chunk table.
@@ -349,15 +317,15 @@ def _forward_kernel(
         first_value = gl.where(role == _TRANSITION, T, first)
     gl.warp_specialize(
         [
-            (_consume_low, (
-                states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            (_consume, (
+                0, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
                 h, h_scratch,
                 HV, HS, OUTPUT, STATES, HAS_CUTS, BEGINS, LEAVES, HAS_INITIAL, HAS_FINAL, FACTORS, STAGES,
             )),
-            (_consume_high, (
-                states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
+            (_consume, (
+                1, states_desc, updates_desc, o_desc, q_s, k_s, v_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, o_ptr, initial_ptr, final_ptr, cut_states_ptr, transitions_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, left_row, leave_every, role,
                 h, h_scratch,

@@ -17,6 +17,7 @@ from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Part
 from gdn_ops.backends.hopper.forward import consume as consume_forward
+from gdn_ops.backends.hopper.forward import load_run
 from gdn_ops.backends.hopper.forward import produce as produce_forward
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.reverse import consume as consume_reverse
@@ -62,40 +63,6 @@ def _consume(
             first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
             HV, H, SUMS, False, True, False, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
         )  # fmt: skip
-
-
-@gluon.jit
-def _consume_low(
-    states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
-    first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_LEFT: gl.constexpr, HANDS_ON: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        0, states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full,
-        empty, factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
-        first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_LEFT, HANDS_ON, HAS_INITIAL, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_high(
-    states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
-    first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_LEFT: gl.constexpr, HANDS_ON: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr, FACTORS: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        1, states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full,
-        empty, factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
-        first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local, dv_stride_t, dv_column,
-        HV, H, SUMS, HAS_LEFT, HANDS_ON, HAS_INITIAL, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -153,25 +120,18 @@ def _recurrences_kernel(
     which = gl.load(order_ptr + gl.program_id(0) // H)
     is_again = which % 2
     run_ptr = runs_ptr + which // 2 * 8
-    first = gl.load(run_ptr)
-    last = gl.load(run_ptr + 1)
-    chunk0 = gl.load(run_ptr + 2)
-    num_chunks = gl.load(run_ptr + 3)
-    document = gl.load(run_ptr + 4)
-    start = gl.load(run_ptr + 5)
-    stop = gl.load(run_ptr + 6)
-    slot0 = gl.load(run_ptr + 7)
+    first, last, chunk0, num_chunks, document, start, stop, slot0 = load_run(run_ptr)
     gl.warp_specialize(
         [
-            (_consume_low, (
-                states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s,
+            (_consume, (
+                0, states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s,
                 full, empty, factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local,
                 dv_stride_t, dv_column,
                 HV, H, SUMS, HAS_LEFT, HANDS_ON, HAS_INITIAL, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
-            (_consume_high, (
-                states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s,
+            (_consume, (
+                1, states_desc, updates_desc, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s,
                 full, empty, factors_ptr, sums_ptr, dv_ptr, initial_ptr, left_ptr, dfinal_ptr, dinitial_ptr, handed_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, is_again, h, local,
                 dv_stride_t, dv_column,

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gdn_ops.backends.early import wait_for_earlier
 from gdn_ops.backends.hopper import tma
 from gdn_ops.backends.hopper.chunks import Chunks
+from gdn_ops.backends.hopper.forward import load_run
 from gdn_ops.backends.hopper.launch import launch
 from gdn_ops.backends.hopper.tma import async_load, async_store, clear_rows, cleared, store_wait
 from gdn_ops.shapes import CHUNK
@@ -223,8 +224,8 @@ def consume(
 
 
 @gluon.jit
-def _consume_low(
-    dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+def _consume(
+    half: gl.constexpr, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
     factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
     first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
     HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
@@ -238,44 +239,14 @@ def _consume_low(
         dv_s = gl.allocate_shared_memory(k_s.dtype, [_C, _M], tma.TILE_16BIT)
     if runs != 0:
         consume(
-            0, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            half, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
             first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
             HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
         )  # fmt: skip
     elif BEGINS:
         consume(
-            0, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, False, False, True, False, False, False, FACTORS, STAGES,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _consume_high(
-    dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-    factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-    first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
-    HV: gl.constexpr, H: gl.constexpr, SUMS: gl.constexpr, HAS_CUTS: gl.constexpr, OUTPUT: gl.constexpr,
-    BEGINS: gl.constexpr, HANDS_ON: gl.constexpr, HAS_DFINAL: gl.constexpr, HAS_DINITIAL: gl.constexpr,
-    FACTORS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    dstate_s = k_s
-    dv_s = k_s
-    if OUTPUT:
-        dstate_s = gl.allocate_shared_memory(k_s.dtype, [_M, _D], tma.TILE_16BIT)
-        dv_s = gl.allocate_shared_memory(k_s.dtype, [_C, _M], tma.TILE_16BIT)
-    if runs != 0:
-        consume(
-            1, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
-            factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
-            first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
-            HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
-        )  # fmt: skip
-    elif BEGINS:
-        consume(
-            1, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            half, dstates_desc, dv_desc, dstate_s, dv_s, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
             factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
             first, last, chunk0, slot0, num_chunks, document, start, stop, h, local, dv_stride_t, dv_column,
             HV, H, SUMS, False, False, True, False, False, False, FACTORS, STAGES,
@@ -312,14 +283,7 @@ def _reverse_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     wait_for_earlier(EARLY)
-    first = gl.load(segment_ptr)
-    last = gl.load(segment_ptr + 1)
-    chunk0 = gl.load(segment_ptr + 2)
-    num_chunks = gl.load(segment_ptr + 3)
-    document = gl.load(segment_ptr + 4)
-    start = gl.load(segment_ptr + 5)
-    stop = gl.load(segment_ptr + 6)
-    slot0 = gl.load(segment_ptr + 7)
+    first, last, chunk0, num_chunks, document, start, stop, slot0 = load_run(segment_ptr)
     # Which programs compute what `reverse` returns; of the others some have no work, the rest hand on dH.
     runs = stop * 0 + 1
     if BEGINS:
@@ -334,14 +298,14 @@ def _reverse_kernel(
     dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
     gl.warp_specialize(
         [
-            (_consume_low, (
-                dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            (_consume, (
+                0, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
                 HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,
             )),
-            (_consume_high, (
-                dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
+            (_consume, (
+                1, dstates_desc, dv_desc, q_s, k_s, v_s, do_s, solve_s, scores_s, factors_s, full, empty,
                 factors_ptr, sums_ptr, dv_ptr, dfinal_ptr, dinitial_ptr, cut_states_ptr,
                 first, last, chunk0, slot0, num_chunks, document, start, stop, runs, h, local, dv_stride_t, dv_column,
                 HV, H, SUMS, HAS_CUTS, OUTPUT, BEGINS, HANDS_ON, HAS_DFINAL, HAS_DINITIAL, FACTORS, STAGES,

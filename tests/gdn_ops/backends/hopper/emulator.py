@@ -352,7 +352,12 @@ def _argument(x: Any) -> Any:
 class _Emulator:
     """Takes launches instead of Triton."""
 
+    def __init__(self, launched: list[str] | None):
+        self._launched = launched
+
     def add(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if self._launched is not None:
+            self._launched.append(kernel.fn.__name__)
         run = _function(kernel)
         given = [_argument(x) for x in args]
         names = kernel.arg_names
@@ -372,11 +377,14 @@ class _Emulator:
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """Within this, the Hopper backend runs on CPU tensors, for a device of three multiprocessors."""
+def emulated(launched: list[str] | None = None) -> Iterator[None]:
+    """Within this, the Hopper backend runs on CPU tensors, for a device of three multiprocessors.
+
+    launched: gets the names of the kernels that are launched, in order.
+    """
     names = gradients.gradients.__globals__ if hasattr(gradients, "gradients") else gradients.__globals__
     multiprocessors, names["multiprocessors"] = names["multiprocessors"], lambda: _MULTIPROCESSORS
-    launching.recording.recorder = _Emulator()
+    launching.recording.recorder = _Emulator(launched)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ import measure
 import oracle
 
 from gdn_ops import outputs, settings, shapes
-from gdn_ops.backends import hopper, launching
+from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper.chunks import Part, chunk_table
 from gdn_ops.shapes import WHOLE_DOCUMENTS, Options, SegmentRule, Sizes, Turns, in_parts, turns
 
@@ -42,14 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Documents with states at both ends are not taken for pieces of one.
     monkeypatch.setattr(hopper, "_CHAINED_DOCUMENTS", 0)
     launched.clear()
-    with emulator.emulated(), settings.configure(cut_documents=False):
-        run = launching.recording.recorder.add
-
-        def note(kernel: Any, *launch: Any) -> None:
-            launched.append(kernel.fn.__name__)
-            run(kernel, *launch)
-
-        monkeypatch.setattr(launching.recording.recorder, "add", note)
+    with emulator.emulated(launched), settings.configure(cut_documents=False):
         yield
 
 

@@ -15,7 +15,7 @@ import emulator
 import oracle
 
 from gdn_ops import ops
-from gdn_ops.backends import hopper, launching
+from gdn_ops.backends import hopper
 from gdn_ops.backends.triton import rows
 from gdn_ops.backends.triton import walk as kernel
 from gdn_ops.context_parallel import conv, emulation, partition, segments
@@ -36,14 +36,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hopper, "_is_hopper", lambda device: True)
     monkeypatch.setitem(ops._AUTO, "cpu", ("hopper", "cpu"))
     launched.clear()
-    with emulator.emulated():
-        run = launching.recording.recorder.add
-
-        def note(kernel: Any, *launch: Any) -> None:
-            launched.append(kernel.fn.__name__)
-            run(kernel, *launch)
-
-        monkeypatch.setattr(launching.recording.recorder, "add", note)
+    with emulator.emulated(launched):
         yield
 
 
