@@ -21,7 +21,14 @@ from torch import Tensor
 
 from gdn_ops.backends.plans import record as record  # the third function of a backend, for repeated calls
 from gdn_ops.backends.triton import chunks, forward, gradients, reverse, scores, solve
-from gdn_ops.backends.triton.launch import TRITON_DTYPES, is_amd, on_hopper, takes_tma
+from gdn_ops.backends.triton.launch import (
+    TRITON_DTYPES,
+    WIDE_SHARED_MEMORY,
+    is_amd,
+    on_hopper,
+    shared_memory_of,
+    takes_tma,
+)
 from gdn_ops.backends.triton.primitives import INTERPRETED
 from gdn_ops.outputs import Backward, Forward
 from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Sizes, sizes
@@ -53,6 +60,10 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
             return "AMD GPUs (the kernels compile for gfx942 but have not been run on one)"
         if torch.cuda.get_device_capability(q.device) < (8, 0):
             return "compute capability below 8.0"
+        widest, memory = max(q.shape[3], v.shape[3]), shared_memory_of(q.device.index)
+        if widest > 128 and memory < WIDE_SHARED_MEMORY:
+            needed = f"(above 128: {WIDE_SHARED_MEMORY})"
+            return f"head size {widest} on a GPU with {memory} bytes of shared memory a program {needed}"
         return None
     if INTERPRETED.value:
         return None

@@ -46,20 +46,25 @@ def dot_precision(dtype: torch.dtype) -> str:
 LARGE_SHARED_MEMORY = 227 * 1024
 """Bytes a program may use on Hopper and Blackwell data-centre GPUs; others get configurations of smaller tiles."""
 
+WIDE_SHARED_MEMORY = 163 * 1024
+"""Bytes a program may use on compute capability 8.0. Heads of more than 128 need it: `gradients` takes 100 KB in 16
+bits and 144 in float32, and the GPUs below (8.6, 8.9, 12.0) have 99."""
+
 TMA_TOKENS = 256
 """Mean length of a document from which tiles are loaded by TMA. A program makes five to eight descriptors, 128 bytes of
 scratch each, before its first chunk; what that costs short documents was not measured."""
 
 
 @functools.cache
-def _shared_memory(device_index: int) -> int:
+def shared_memory_of(device_index: int) -> int:
+    """Bytes of shared memory that a program may use on a GPU."""
     properties = torch.cuda.get_device_properties(device_index)
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def shared_memory() -> int:
     """Bytes of shared memory that a program may use on the current device; without one, those of a Hopper GPU."""
-    return _shared_memory(torch.cuda.current_device()) if torch.cuda.is_available() else LARGE_SHARED_MEMORY
+    return shared_memory_of(torch.cuda.current_device()) if torch.cuda.is_available() else LARGE_SHARED_MEMORY
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from torch._subclasses import FakeTensorMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -174,6 +175,47 @@ def test_ampere_compiles(launches):
     for name, compiled in _compiled(launches(shared=_AMPERE_SHARED), 80).items():
         assert compiled.metadata.shared <= _AMPERE_SHARED, name
         assert "griddepcontrol" not in compiled.asm["ptx"], name
+
+
+_SMALLEST_SHARED = 99 * 1024
+
+
+@pytest.mark.parametrize(
+    "dtype, D, arch, shared",
+    [
+        (torch.float32, 256, 80, _AMPERE_SHARED),
+        (torch.float32, 128, 89, _SMALLEST_SHARED),
+        pytest.param(torch.bfloat16, 256, 80, _AMPERE_SHARED, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, 120, _SMALLEST_SHARED, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_largest_kernels_fit_small_shared_memory(launches, dtype, D, arch, shared):
+    """With two stages float32's `reverse` took 165 and 101 KB here, and the launch failed."""
+    seen = launches(dtype, D, shared=shared)
+    names = (
+        ["_reverse_kernel"]
+        if (dtype, D) == (torch.float32, 256)
+        else ["_forward_kernel", "_reverse_kernel", "_gradients_kernel"]
+    )
+    for name in names:  # float32's `gradients` at 256 takes 144 KB and a minute to compile
+        assert _compile(seen[name], arch).metadata.shared <= shared, name
+
+
+def test_heads_that_do_not_fit_are_refused(monkeypatch):
+    """`gradients` takes 100 and 144 KB for heads of 256, whatever its numbers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(backend, "shared_memory_of", lambda index: _SMALLEST_SHARED)
+
+    def reason(K, V):
+        with FakeTensorMode():
+            q, v = (torch.empty(1, 8, 2, D, dtype=torch.bfloat16, device="cuda:0") for D in (K, V))
+            gate = torch.empty(1, 8, 2, device="cuda:0")
+            return backend.unsupported_reason(Inputs(q, q, v, gate, gate), Options(1.0))
+
+    assert reason(128, 128) is None
+    for K, V in ((144, 64), (64, 256)):
+        assert "shared memory" in reason(K, V)
 
 
 _DOTS = {"_scores_kernel", "_solve_kernel", "_forward_kernel", "_reverse_kernel", "_gradients_kernel"}
