@@ -2,11 +2,19 @@
 
 transformers keeps one function per modelling module, `torch_chunk_gated_delta_rule`, and every GDN layer of that module
 calls it by its global name. `patch` puts `gdn_ops.chunk_gated_delta_rule` in that place and `unpatch` puts the original
-back. Nothing else is touched: the layers' own code (projections, convolution, split, gates, norms), the cached
-one-token decode and the parameters stay as they are, so a checkpoint loads as before.
+back. The same is done to the convolution ahead of it, `causal_conv1d_fn`, whose replacement acts only where documents
+are packed (`cu_seq_lens_q`), which transformers' own torch convolution would mix. Nothing else is touched: the layers'
+own code (projections, split, gates, norms), the cached one-token decode and the parameters stay as they are, so a
+checkpoint loads as before.
 
     from gdn_ops.integrations import transformers as gdn_transformers
     gdn_transformers.patch(model)          # or patch() for every supported model class
+
+Packed documents, [1, T] in one call, need their boundaries and positions that start anew in each of them:
+
+    model(input_ids=ids, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=n, max_length_k=n)
+
+as transformers' `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them.
 
 Works with transformers 5.17 and later. Call it before `torch.compile`d code first runs; code compiled earlier is
 compiled again at its next call, since Dynamo guards the global.
@@ -23,12 +31,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from gdn_ops.context_parallel import causal_conv1d
 from gdn_ops.functional import chunk_gated_delta_rule
 
 __all__ = ["SUPPORTED", "patch", "unpatch"]
 
 FUNCTION = "torch_chunk_gated_delta_rule"
+CONVOLUTION = "causal_conv1d_fn"
 SUPPORTED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Model families that `patch()` without an argument covers. Other modules that follow the same convention (a global
 `torch_chunk_gated_delta_rule` that their layers call) can be passed to `patch` by hand."""
@@ -51,9 +62,11 @@ def patch(target: nn.Module | ModuleType | None = None) -> list[str]:
     """
     modules = _modelling_modules(target)
     for module in modules:
-        function = getattr(module, FUNCTION)
+        function, convolution = getattr(module, FUNCTION), getattr(module, CONVOLUTION, None)
         if not hasattr(function, _ORIGINAL):
-            setattr(module, FUNCTION, _replacement(function))
+            setattr(module, FUNCTION, _replacement(function, keeps_documents_apart=convolution is not None))
+            if convolution is not None:
+                setattr(module, CONVOLUTION, _convolution(convolution))
     return [module.__name__ for module in modules]
 
 
@@ -68,17 +81,45 @@ def unpatch(target: nn.Module | ModuleType | None = None) -> list[str]:
     modules = _patched_modules() if target is None else _modelling_modules(target)
     restored = []
     for module in modules:
-        original = getattr(getattr(module, FUNCTION), _ORIGINAL, None)
-        if original is not None:
-            setattr(module, FUNCTION, original)
+        if hasattr(getattr(module, FUNCTION), _ORIGINAL):
+            for name in (FUNCTION, CONVOLUTION):
+                original = getattr(getattr(module, name, None), _ORIGINAL, None)
+                if original is not None:
+                    setattr(module, name, original)
             restored.append(module.__name__)
     return restored
 
 
-def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A function with transformers' arguments that calls ours, and remembers what it stands for."""
-    # Without the causal_conv1d package transformers' own convolution ahead of the call mixes neighbouring documents.
-    has_causal_conv1d = importlib.util.find_spec("causal_conv1d") is not None
+def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function with transformers' arguments that keeps packed documents apart, and remembers what it stands for."""
+
+    @functools.wraps(original)
+    def replaced(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None:
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        fused = "silu" if activation in ("silu", "swish") else None
+        # Its result is dense by tokens, so the layer's split of it is three views of one row.
+        row = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=fused, cu_seqlens=cu_seqlens)
+        if activation is not None and fused is None:
+            row = ACT2FN[activation](row)
+        return row.transpose(1, 2)
+
+    setattr(replaced, _ORIGINAL, original)
+    return replaced
+
+
+def _replacement(
+    original: Callable[..., Any], *, keeps_documents_apart: bool
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A function with transformers' arguments that calls ours, and remembers what it stands for.
+
+    keeps_documents_apart: whether the module's convolution has been replaced too.
+    """
+    # A module that has no convolution of that name may use the causal_conv1d package's, which is told by `seq_idx`.
+    takes_documents = keeps_documents_apart or importlib.util.find_spec("causal_conv1d") is not None
 
     @functools.wraps(original)
     def replaced(
@@ -96,13 +137,13 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Te
     ) -> tuple[Tensor, Tensor | None]:
         # `chunk_size` only shapes the computation; `unused` holds the model call's other keywords (attention options
         # and the like), which transformers hands to every layer and its own function drops too.
-        if cu_seqlens is not None and not has_causal_conv1d:
+        if cu_seqlens is not None and not takes_documents:
             raise ValueError(
-                "cu_seq_lens_q: transformers' torch convolution mixes packed documents; install the causal_conv1d "
-                "package (and pass seq_idx) to train on packed sequences, or pass one document a row"
+                f"cu_seq_lens_q: {original.__module__} has no {CONVOLUTION} to replace, and a convolution that knows "
+                "no documents mixes them; install the causal_conv1d package (and pass seq_idx) to train on packed "
+                "sequences, or pass one document a row"
             )
-        if not has_causal_conv1d:  # whose result has dense channels
-            query, key, value = _token_major(query, key, value)
+        query, key, value = _token_major(query, key, value)
         return chunk_gated_delta_rule(
             query,
             key,

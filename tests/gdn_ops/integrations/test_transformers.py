@@ -12,6 +12,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+import gdn_ops
 from gdn_ops.integrations import transformers as integration
 
 LINEAR = {
@@ -90,12 +91,13 @@ def test_patched_layer_equals_transformers_own(kind):
 
 
 def test_unpatch_puts_the_same_function_back():
-    original = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    original, convolution = modeling_qwen3_5.torch_chunk_gated_delta_rule, modeling_qwen3_5.causal_conv1d_fn
     model = _layer("qwen3_5")
     assert integration.patch(model) == integration.patch(model)
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is not original
     assert integration.unpatch(model) == [modeling_qwen3_5.__name__]
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is original
+    assert modeling_qwen3_5.causal_conv1d_fn is convolution
     assert integration.unpatch(model) == []
 
 
@@ -153,11 +155,62 @@ def test_low_precision_state_is_taken(dtype):
     assert (out.dtype, final.dtype) == (dtype, torch.float32)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("causal_conv1d") is not None, reason="causal_conv1d keeps documents apart")
-def test_packed_documents_are_refused_where_the_convolution_would_mix_them():
-    layer = _layer("qwen3_5")
+LENGTHS = [30, 0, 1, 70, 3]
+CU = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_a_layer_keeps_packed_documents_apart(kind, activation):
+    """Outputs and gradients of a pack are those of its documents one by one; nothing is copied on the way to the op."""
+    layer = _layer(kind).double()
+    layer.activation = activation
     integration.patch(layer)
-    with pytest.raises(ValueError, match="cu_seq_lens_q: .*causal_conv1d"):
+    x = torch.randn(1, int(CU[-1]), 32, dtype=torch.float64)
+
+    def run(pieces, **kwargs):
+        layer.zero_grad()
+        x.grad = None
+        x.requires_grad_()
+        out = torch.cat([layer(piece, **kwargs) for piece in pieces(x)], dim=1)
+        (out * torch.arange(out.shape[1])[:, None]).sum().backward()
+        return {"out": out.detach(), "dx": x.grad} | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+    expected = run(lambda x: [piece for piece in x.split(LENGTHS, dim=1) if piece.shape[1]])
+    before = gdn_ops.stats().input_copies
+    actual = run(lambda x: [x], cu_seq_lens_q=CU)
+    if kind == "qwen3_5":  # qwen3_next's own code reorders what its projection made
+        assert gdn_ops.stats().input_copies == before
+    for name, truth in expected.items():
+        # The layer's own gate and our convolution are float32.
+        assert (actual[name] - truth).norm() < 1e-5 * truth.norm(), name
+
+
+def test_a_model_keeps_packed_documents_apart():
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **SMALL)
+    model = Qwen3_5ForCausalLM(config).eval()
+    ids = torch.randint(64, (1, int(CU[-1])))
+    integration.patch(model)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    longest = max(LENGTHS)
+    with torch.no_grad():
+        expected = torch.cat([model(piece).logits for piece in ids.split(LENGTHS, dim=1) if piece.shape[1]], dim=1)
+        actual = model(
+            ids, position_ids=positions, cu_seq_lens_q=CU, cu_seq_lens_k=CU, max_length_q=longest, max_length_k=longest,
+            use_cache=False,
+        ).logits  # fmt: skip
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("causal_conv1d") is not None, reason="causal_conv1d keeps documents apart")
+def test_packed_documents_are_refused_where_the_convolution_would_mix_them(monkeypatch):
+    layer = _layer("qwen3_5")
+    convolution = modeling_qwen3_5.causal_conv1d_fn
+    monkeypatch.delattr(modeling_qwen3_5, integration.CONVOLUTION)
+    integration.patch(layer)
+    monkeypatch.setattr(modeling_qwen3_5, integration.CONVOLUTION, convolution, raising=False)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: .*causal_conv1d"):
         layer(torch.randn(1, 70, 32), cu_seq_lens_q=torch.tensor([0, 30, 70], dtype=torch.int32))
 
 
