@@ -290,15 +290,18 @@ def _queries(
     chunk = _chunk(slot, word, IN_PARTS)
     query_C = gl.load(factors_ptr + (chunk.to(gl.int64) * HV + first_head + local) * (FACTORS * _C) + 2 * _C + row_K)
     valid = _valid(word, IN_PARTS)
+    if IN_PARTS:
+        slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
         slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
         sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C)
-        # The next step's numbers are asked for here, or their latency would be seen.
+        # The next step's numbers are asked for here or, in parts, further down, or their latency would be seen.
         slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        next_word = _word(slot1, table_ptr, IN_PARTS)
         if not IN_PARTS:
+            next_word = _word(slot1, table_ptr, IN_PARTS)
             query_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
             next_query_C = gl.load(query_at)
         do = do_s.index(buffer)
@@ -345,6 +348,12 @@ def _queries(
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
         query_CK = query_CK * (-query_C)[:, None]
+        if IN_PARTS:
+            chunk1 = _chunk(slot1, next_word, IN_PARTS)
+            query_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
+            next_query_C = gl.load(query_at)
+            slot2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
+            later_word = _word(slot2, table_ptr, IN_PARTS)
         mbarrier.wait(full.index(2), (step // R) & 1)
         if valid < _C:
             clear_rows(q_s, valid, 4)
@@ -368,13 +377,10 @@ def _queries(
             if HAS_NORMS:
                 _release(empty.index(2))
             dq_CK = zero_CK
-        if IN_PARTS:
-            # Asked for as soon as waiting for the chunk's number costs nothing.
-            chunk1 = _chunk(slot1, next_word, IN_PARTS)
-            query_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
-            next_query_C = gl.load(query_at)
         query_C = next_query_C
         valid = _valid(next_word, IN_PARTS)
+        if IN_PARTS:
+            next_word = later_word
 
 
 @gluon.jit
@@ -405,6 +411,9 @@ def _keys(
     read_C = gl.load(factors_at)
     write_C = gl.load(factors_at + _C)
     valid = _valid(word, IN_PARTS)
+    if IN_PARTS:
+        slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
@@ -412,8 +421,8 @@ def _keys(
         sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + row_K
         states_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + SUM_STATES * _C + 8 + row_state
         slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        next_word = _word(slot1, table_ptr, IN_PARTS)
         if not IN_PARTS:
+            next_word = _word(slot1, table_ptr, IN_PARTS)
             factors_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
             next_read_C = gl.load(factors_at)
             next_write_C = gl.load(factors_at + _C)
@@ -449,6 +458,13 @@ def _keys(
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
         right_CK = right_CK * (-write_C)[:, None]
+        if IN_PARTS:
+            chunk1 = _chunk(slot1, next_word, IN_PARTS)
+            factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
+            next_read_C = gl.load(factors_at)
+            next_write_C = gl.load(factors_at + _C)
+            slot2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
+            later_word = _word(slot2, table_ptr, IN_PARTS)
         gl.store(sums_at + SUM_KEYS_STATE * _C, -gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
         right_CK = warpgroup_mma(w.permute((1, 0)), k_s, right_CK, is_async=True)
         right_CK = warpgroup_mma(p.permute((1, 0)), q_s, right_CK, is_async=True)
@@ -473,14 +489,11 @@ def _keys(
             if HAS_NORMS:
                 _release(empty.index(2))
             dk_CK = zero_CK
-        if IN_PARTS:
-            chunk1 = _chunk(slot1, next_word, IN_PARTS)
-            factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
-            next_read_C = gl.load(factors_at)
-            next_write_C = gl.load(factors_at + _C)
         read_C = next_read_C
         write_C = next_write_C
         valid = _valid(next_word, IN_PARTS)
+        if IN_PARTS:
+            next_word = later_word
 
 
 @gluon.jit
