@@ -78,8 +78,10 @@ ALLOWED = {
 }
 # Optional packages, each imported only in its own folder or file.
 ONLY_IN = {
-    # bench.report: its version
-    "triton": ["gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*", *LAUNCHES, "gdn_ops.bench.report"],
+    "triton": [
+        *("gdn_ops.backends.triton.*", "gdn_ops.backends.hopper.*", *LAUNCHES),
+        *("gdn_ops.bench.report", "gdn_ops.bench.providers"),  # its version; its errors
+    ],
     "transformers": ["gdn_ops.integrations.transformers", "gdn_ops.demo", "gdn_ops.bench.*"],
     "tqdm": ["gdn_ops.demo", "gdn_ops.bench.*"],
     "matplotlib": ["gdn_ops.demo", "gdn_ops.bench.*"],
@@ -211,6 +213,14 @@ o, _ = gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta)
 o.square().sum().backward()
 assert o.abs().sum() > 0 and q.grad.abs().sum() > 0
 assert "gdn_ops.backends.cpu" in sys.modules and "triton" not in sys.modules
+"""
+    _fresh_process(BLOCK + code)
+
+
+def test_benchmark_command_needs_no_triton():
+    code = """
+from gdn_ops.bench import __main__, providers
+assert "triton" not in sys.modules and RuntimeError in providers.FAILURES
 """
     _fresh_process(BLOCK + code)
 

@@ -13,6 +13,13 @@ from torch import Tensor
 import gdn_ops
 from gdn_ops.bench.cases import Case, Data
 
+try:
+    from triton.errors import TritonError
+except ImportError:
+    _TRITON_ERRORS: tuple[type[Exception], ...] = ()
+else:
+    _TRITON_ERRORS = (TritonError,)  # no RuntimeError: out of resources, compilation, ptxas
+
 Run = Callable[[Data], Tensor]
 """Forward of one form: data (its row or its parts require grad) -> output."""
 
@@ -29,9 +36,10 @@ class Provider:
     deterministic: bool = True
 
 
-FAILURES = (
+FAILURES: tuple[type[Exception], ...] = (
     *(RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, ImportError, OSError),
     subprocess.SubprocessError,
+    *_TRITON_ERRORS,
 )
 """What another library's call, or its compiler, fails with; reported with its trace, and the run goes on."""
 

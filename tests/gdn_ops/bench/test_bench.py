@@ -111,6 +111,29 @@ def test_one_failing_provider_does_not_lose_the_others(tiny, monkeypatch, tmp_pa
     assert "KeyError" in capsys.readouterr().err
 
 
+def test_triton_s_own_errors_are_reported_and_the_run_goes_on(tiny, monkeypatch, tmp_path, capsys):
+    errors = pytest.importorskip("triton.runtime.errors")
+    compilation = pytest.importorskip("triton.compiler.errors").CompilationError
+    raised = iter([errors.OutOfResources(240000, 232448, "shared memory"), errors.PTXASError("ptxas failed")])
+    right = providers.provider("ours", tiny)
+
+    def fails(*_):
+        raise next(raised)
+
+    def provider(name, case):
+        return right if name == "ours" else providers.Provider(name, fails)
+
+    monkeypatch.setattr(command, "provider", provider)
+    target = tmp_path / "out.json"
+    argv = ["--device", "cpu", "--case", "tiny", "--provider", "fla,qla,ours", "--repeats", "2", "--json", str(target)]
+    assert command.main(argv) == 1
+    found = json.loads(target.read_text())
+    assert [r["provider"] for r in found["results"]] == ["ours"]
+    assert [x["reason"].partition(":")[2].split(":")[0] for x in found["skipped"]] == [" OutOfResources", " PTXASError"]
+    assert issubclass(compilation, providers.FAILURES)
+    assert "OutOfResources" in capsys.readouterr().err
+
+
 def test_a_line_that_only_this_package_has_is_no_failure(tiny, monkeypatch):
     transformers = pytest.importorskip("transformers")
     assert transformers
