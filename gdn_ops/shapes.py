@@ -146,17 +146,18 @@ with four, and more states to keep."""
 SEGMENT_UNIT = 16
 """Lengths of a document's first and last segment are given in parts of 1 / SEGMENT_UNIT of an inner one's."""
 
-LAST_SEGMENT = 14
-"""Length of a document's last segment. A chunk of it, backwards with outputs, runs while the others run without, and
-takes that much longer; and no more than SEGMENT_UNIT, which the bound on cuts rests on."""
+LAST_SEGMENT = 16
+"""Length of a document's last segment. Backwards it runs with outputs while the inner ones run without, but beside them
+states are computed again, and the launch takes longer than its chain. No more than SEGMENT_UNIT, which the bound on
+cuts rests on."""
 
 _FIRST_SEGMENTS = (12, 16)
 """Length of a document's first segment, which the forward runs with outputs while it runs the inner segments' summaries
 without: where one multiprocessor takes one summary meanwhile, and where it takes two."""
 
-_FIRST_OF_FEW = 20
-"""The same where one document becomes four segments at most: so few leave multiprocessors idle in the first launch,
-whose longest chains are inner ones' summaries (model: 2 % less than 16 at 48 and 64 chains, as much at 40)."""
+_FIRST_OF_FEW = 18
+"""The same where one document becomes five segments at most: so few leave multiprocessors idle in the first launch,
+whose longest chains are inner ones' summaries."""
 
 
 class SegmentRule(NamedTuple):
@@ -216,7 +217,7 @@ def segment_rule(s: Sizes) -> SegmentRule:
     rounds = torch.sym_max(torch.sym_min((2 * s.HV * (segments - 2) + others - 1) // others, 2), 1)
     # rounds is 1 or 2, perhaps a symbol.
     first = _FIRST_SEGMENTS[0] + (_FIRST_SEGMENTS[1] - _FIRST_SEGMENTS[0]) * (rounds - 1)
-    if most_of_one <= 4:
+    if most_of_one <= 5:
         first = _FIRST_OF_FEW
     lengths = first + LAST_SEGMENT + SEGMENT_UNIT * (segments - 2)
     chunks = torch.sym_max((SEGMENT_UNIT * num_chunks + lengths - 1) // lengths, _LEAST_SEGMENT_CHUNKS)

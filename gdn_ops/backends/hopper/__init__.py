@@ -6,7 +6,8 @@ each document after the other, the last part first, `forward` (states and update
 A part starts from states that the op's forward has left at the parts' ends; both recurrences of a part run in one
 launch (`recurrences`). Where few and long documents would leave most of the chip idle, they are cut (`segments`), and
 summaries and a combination of segments come before `forward` and before `reverse`; the backward's `forward` then runs
-on stretches of segments. Every stage's file says what it computes and what stays on chip.
+on stretches of segments, in one launch with the summaries. Every stage's file says what it computes and what stays on
+chip.
 
 What the caller gives is read where it lies, through TMA descriptors; nothing is copied but output gradients and
 gradient targets that no descriptor can describe.
@@ -28,7 +29,7 @@ from gdn_ops.backends.hopper.gradients import NUM_SUMS, gradients
 from gdn_ops.backends.hopper.launch import is_hopper as _is_hopper
 from gdn_ops.backends.hopper.launch import on_device
 from gdn_ops.backends.hopper.layouts import Target, addressable_gradient, flat, merged_tokens
-from gdn_ops.backends.hopper.recurrences import recurrences
+from gdn_ops.backends.hopper.recurrences import begin_recurrences, recurrences
 from gdn_ops.backends.hopper.reverse import begin_reverse, reverse
 from gdn_ops.backends.hopper.segments import combine
 from gdn_ops.backends.hopper.solve import solve
@@ -258,14 +259,26 @@ def chunk_bwd(
                         handed=handed, heads=heads,
                     )  # fmt: skip
                 else:
-                    if kept_states is None:
-                        _states_again(q, k, v, inputs, kept, chunks, part, cuts, heads, (states, updates))
                     cut_dstates = None
                     if cuts.transitions is not None:
-                        cut_dstates = _gradients_at_cuts(
-                            q, k, v, flat_do, dfinal_state, kept, chunks, cuts.transitions, d_initial_state, dstates,
-                            dv, sums,
-                        )  # fmt: skip
+                        cut_dstates = torch.empty_like(cuts.transitions)
+                        if kept_states is None:
+                            begin_recurrences(
+                                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
+                                chunks.stretches if _has_stretches(chunks, cuts) else part.runs,
+                                initial_state=inputs.initial_state, left=cuts.states, states=states, updates=updates,
+                                dfinal_state=dfinal_state, cut_dstates=cut_dstates, dstates=dstates, dv=dv, sums=sums,
+                                d_initial_state=d_initial_state,
+                            )  # fmt: skip
+                        else:
+                            begin_reverse(
+                                q, k, v, flat_do, kept.solve, kept.scores, kept.factors, chunks,
+                                dfinal_state=dfinal_state, cut_dstates=cut_dstates, dstates=dstates, dv=dv, sums=sums,
+                                d_initial_state=d_initial_state,
+                            )  # fmt: skip
+                        combine(cut_dstates, cuts.transitions, chunks.cuts, backwards=True)
+                    elif kept_states is None:
+                        _states_again(q, k, v, inputs, kept, chunks, part, cuts, heads, (states, updates))
                     reverse(
                         q, k, v, flat_do, kept.solve, kept.scores, kept.factors, part.runs,
                         dstates=dstates, dv=dv, sums=sums, dfinal_state=dfinal_state, d_initial_state=d_initial_state,
@@ -509,25 +522,6 @@ def _states_at_cuts(
     )  # fmt: skip
     combine(states, transitions, chunks.cuts, backwards=False)
     return cuts
-
-
-def _gradients_at_cuts(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dfinal_state: Tensor | None, kept: _Prepared, chunks: Chunks,
-    transitions: Tensor, d_initial_state: Tensor | None, dstates: Tensor | None = None, dv: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The gradients of the transposed states at cuts [NC,HV,V,K].
-
-    On the way there the documents' last segments run, and what is given of `reverse`'s results is filled.
-    """
-    cut_dstates = torch.empty_like(transitions)
-    begin_reverse(
-        q, k, v, do, kept.solve, kept.scores, kept.factors, chunks,
-        dfinal_state=dfinal_state, cut_dstates=cut_dstates, dstates=dstates, dv=dv, sums=sums,
-        d_initial_state=d_initial_state,
-    )  # fmt: skip
-    combine(cut_dstates, transitions, chunks.cuts, backwards=True)
-    return cut_dstates
 
 
 # ---- calls without a token

@@ -32,7 +32,7 @@ _changed = threading.Condition()
 """Held while a barrier changes; notified after."""
 _place = threading.local()
 """`program`: this thread's program ids; `failed`: what stops the other partitions of a program that raised; `waited`:
-whether the program has waited for earlier kernels."""
+whether the program has waited for earlier kernels; `stores`: those of a partition that may still read their tiles."""
 
 
 class Block(torch.Tensor):
@@ -194,8 +194,14 @@ def _async_load(desc: _Descriptor, corner: list[Any], bar: _Shared, tile: _Share
 
 
 def _async_store(desc: _Descriptor, corner: list[Any], tile: _Shared) -> None:
-    target, source = desc.tiles(corner, tile.data)
-    target.copy_(source)
+    _place.stores.append(desc.tiles(corner, tile.data))
+
+
+def _store_wait(pending: int) -> None:
+    """A store takes its tile no earlier than it must, so that a tile that is filled too early shows."""
+    while len(_place.stores) > pending:
+        target, source = _place.stores.pop(0)
+        target.copy_(source)
 
 
 def _warpgroup_mma(a: Any, b: _Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Block:
@@ -232,9 +238,11 @@ def _warp_specialize(partitions: list[Any], *sizes: Any) -> None:
 
     def run(partition: Callable[..., None], args: tuple[Any, ...]) -> None:
         _place.__dict__.update(place)
+        _place.stores = []
         try:
             with torch.no_grad():  # which a new thread does not have from the one that started it
                 partition(*args)
+            assert not _place.stores, "a partition ends before its stores"
         except Exception as error:  # noqa: BLE001  (raised again below, in the thread that started this one)
             errors.append(error)
             with _changed:
@@ -318,7 +326,7 @@ _language = _Language()
 _REPLACED = {
     "gl": _language, "tl": _language, "mbarrier": _mbarrier, "async_load": _async_load, "async_store": _async_store,
     "warpgroup_mma": _warpgroup_mma, "warpgroup_mma_wait": _warpgroup_mma_wait, "reinterpret": _reinterpret,
-    "mma_v2": _mma_v2, "fence_async_shared": lambda: None, "barrier": lambda: None, "store_wait": lambda pending: None,
+    "mma_v2": _mma_v2, "fence_async_shared": lambda: None, "barrier": lambda: None, "store_wait": _store_wait,
 }  # fmt: skip
 _emulated: dict[JITFunction, Callable[..., Any]] = {}
 
@@ -369,8 +377,10 @@ class _Emulator:
         try:
             for program in itertools.product(*(range(n) for n in grid)):
                 _place.program, _place.failed, _place.waited = program, [], not starts_early
+                _place.stores = []
                 _barriers.clear()
                 run(*given, **constants)
+                assert not _place.stores, "a program ends before its stores"
                 assert _place.waited, "a program ends before earlier kernels have"
         finally:
             launching.recording.recorder = recording

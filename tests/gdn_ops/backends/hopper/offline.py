@@ -2,17 +2,20 @@
 
 `python offline.py CASE...` runs the backend's own launchers on meta tensors, with a stand-in for Triton's driver that
 names the target and launches nothing; so what is compiled is what a call would launch, specialisation included. One
-line of JSON a kernel: name, registers at launch, shared memory, and, if `--sass` is given, spills.
+line of JSON a kernel: its name, shared memory, what a test counts in its PTX and, with `--waits`, what ptxas adds.
 """
 
 import argparse
 import json
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 from gdn_ops.backends import early, hopper, launching
@@ -42,6 +45,7 @@ class _OfflineDriver:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"R": 5},
     "states": {"R": 5, "save": "states"},
+    "states_long": {"T": 32768, "save": "states"},
     "full": {
         "norm": True, "gate": True, "sigmoid": True, "doubled": True, "varlen": True, "initial": True, "packed": True,
         "save": "inputs",
@@ -163,17 +167,29 @@ def accesses_ahead_of_the_wait(ptx: str) -> list[str]:
     return re.findall(r"\b(?:ld|st|atom|red)\.global\S*|\bcp\.\S*|\bprefetch\S*|\btensormap\S*|\bret\b", ahead)
 
 
+def injected_waits(ptx: str) -> int:
+    """How many waits for products ptxas says to have put in, each for every product that is running there."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return (done.stdout + done.stderr).count("warpgroup.wait is injected")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument("--early", type=int, default=0, help="as kernels that start early would have it (`early.py`)")
+    parser.add_argument("--waits", action="store_true", help="with the waits for products that ptxas puts in")
     parser.add_argument("--cubin", help="folder to write each kernel's machine code to")
     chosen = parser.parse_args()
     early._supported = lambda device_index: True
     early._CHOSEN = chosen.early
     for case in chosen.cases:
         for i, kernel in enumerate(compile_case(**CASES[case])):
-            print(json.dumps({"triton": triton.__version__, "case": case, **describe(kernel)}), flush=True)
+            more = {"injected": injected_waits(kernel.asm["ptx"])} if chosen.waits else {}
+            print(json.dumps({"triton": triton.__version__, "case": case, **describe(kernel), **more}), flush=True)
             if chosen.cubin:
                 with open(f"{chosen.cubin}/{case}_{i}_{kernel.metadata.name}.cubin", "wb") as f:
                     f.write(kernel.asm["cubin"])
