@@ -5,6 +5,7 @@ A correctness gate against the float64 recurrence comes first; a provider that f
 
 import argparse
 import dataclasses
+import importlib.util
 import shlex
 import sys
 import traceback
@@ -82,19 +83,28 @@ def _words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line; `arguments` fills in what has no default here."""
     p = argparse.ArgumentParser(prog="python -m gdn_ops.bench", description=(__doc__ or "").split("\n\n")[0])
-    gpu = torch.cuda.is_available()
-    p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
-    p.add_argument("--case", type=_words(tuple(CASES)), default=["main" if gpu else "cpu"], help=", ".join(CASES))
-    p.add_argument("--provider", type=_words(NAMES), default=["ours"], help=", ".join(NAMES))
-    p.add_argument("--scope", type=_words(scopes.SCOPES), default=["row"], help=", ".join(scopes.SCOPES))
-    p.add_argument("--form", type=_words(scopes.FORMS), default=["plain"], help=", ".join(scopes.FORMS))
-    p.add_argument("--mode", type=_words(MODES), default=["eager"], help=", ".join(MODES))
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--case", type=_words(tuple(CASES)), help=", ".join(CASES))
+    p.add_argument("--provider", type=_words(NAMES), help=", ".join(NAMES))
+    p.add_argument("--scope", type=_words(scopes.SCOPES), help=", ".join(scopes.SCOPES))
+    p.add_argument("--form", type=_words(scopes.FORMS), help=", ".join(scopes.FORMS))
+    p.add_argument("--mode", type=_words(MODES), help=", ".join(MODES))
     p.add_argument("--set", type=_words(tuple(PLANS)), help=f"named sets in place of the above: {', '.join(PLANS)}")
-    p.add_argument("--repeats", type=int, default=20)
-    p.add_argument("--warmup", type=int, default=3)
+    p.add_argument("--repeats", type=_at_least(1), help="timed calls of each line (20)")
+    p.add_argument("--warmup", type=_at_least(0), help="calls before them (3)")
     p.add_argument("--quick", action="store_true", help="5 repetitions after 1 warm-up")
     p.add_argument("--graph", action="store_true", help="also time replays of a CUDA graph of the step")
     p.add_argument("--accuracy", action="store_true", help="print errors against float64 instead of times")
@@ -102,6 +112,60 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", type=Path, metavar="FILE", help="written anew after every line")
     p.add_argument("--chart", type=Path, metavar="FILE", help="PNG or SVG (needs matplotlib)")
     return p
+
+
+_LINES = ("case", "provider", "scope", "form", "mode")
+_TIMES = ("repeats", "warmup", "quick", "graph", "chart")
+_UNUSED = {
+    "accuracy": (("case", "scope", "form", "mode", "set", *_TIMES, "gates_only"), "which has its own inputs"),
+    "gates_only": (("chart",), "which measures nothing"),
+    "set": (_LINES, "which names them itself"),
+    "quick": (("repeats", "warmup"), "which stands for both"),
+}
+"""Options that say nothing beside the named one, and why."""
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line read and checked: what would be ignored, or fail at the end of a run, is refused."""
+    p = parser()
+    args = p.parse_args(argv)
+
+    def option(name: str) -> str:
+        return "--" + name.replace("_", "-")
+
+    def is_given(name: str) -> bool:
+        value = getattr(args, name)
+        return value is not None and value is not False
+
+    for name, (unused, why) in _UNUSED.items():
+        wrong = [option(x) for x in unused if is_given(x)] if is_given(name) else []
+        if wrong:
+            p.error(f"{', '.join(wrong)}: not used with {option(name)}, {why}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("--device: cuda needs a CUDA device, and torch sees none")
+    if args.graph and args.device == "cpu":
+        p.error("--graph: times CUDA graphs, and the device is cpu")
+    for name in ("json", "chart"):
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            p.error(f"--{name}: expected a file in a folder that exists, got {path}")
+    if args.chart and args.chart.suffix.lower() not in (".png", ".svg"):
+        p.error(f"--chart: expected a name that ends in .png or .svg, got {args.chart}")
+    if args.chart and importlib.util.find_spec("matplotlib") is None:
+        p.error("--chart: needs matplotlib, which is not installed")
+    usual = {
+        "case": ["cpu" if args.device == "cpu" else "main"],
+        "provider": ["ours"],
+        "scope": ["row"],
+        "form": ["plain"],
+        "mode": ["eager"],
+        "repeats": 5 if args.quick else 20,
+        "warmup": 1 if args.quick else 3,
+    }
+    for name, value in usual.items():
+        if not is_given(name):
+            setattr(args, name, value)
+    return args
 
 
 def _prepare(case: Case, data: Data, who: Provider, line: Line) -> scopes.Prepared:
@@ -183,7 +247,14 @@ class Run:
             except FAILURES as error:
                 traceback.print_exc()
                 self.gates[key] = f"gate failed: {type(error).__name__}: {error}"
+                print(f"gate {case.name} {who.name}: failed: {type(error).__name__}", flush=True)
         return self.gates[key]
+
+    def write(self) -> None:
+        """Bring the JSON file, if there is one, up to date."""
+        if self.args.json:
+            found = as_json(self.top, self.limits, self.gates, self.results, self.skipped, self.command)
+            write_json(self.args.json, found)
 
     def line(self, case: Case, data: Data, who: Provider, line: Line) -> None:
         """Measure one line, or say why not, and bring the file up to date."""
@@ -202,8 +273,7 @@ class Run:
         if reason is not None:
             self.skipped.append(Skipped(case.name, who.name, *line, reason, failed))
             print(f"skipped {case.name} {who.name} {' '.join(line)}: {reason.splitlines()[0]}", flush=True)
-        if self.args.json:
-            write_json(self.args.json, as_json(self.top, self.limits, self.results, self.skipped, self.command))
+        self.write()
 
     def plan(self, plan: Plan) -> None:
         """Every line of a plan, case by case, each provider after its gate."""
@@ -213,6 +283,7 @@ class Run:
             for name in plan.providers:
                 who = provider(name, case)
                 self.gate(case, who)
+                self.write()
                 for line in plan.lines():
                     if data is not None:
                         self.line(case, data, who, line)
@@ -246,9 +317,7 @@ def accuracies(names: Sequence[str], device: str, target: Path | None, top: dict
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a gate was red or something that was asked for could not be measured."""
-    args = parser().parse_args(argv)
-    if args.quick:
-        args.repeats, args.warmup = 5, 1
+    args = arguments(argv)
     if args.set:
         plans = [plan for name in args.set for plan in PLANS[name]]
     else:

@@ -159,13 +159,19 @@ def cost_table(results: list[Result]) -> str | None:
 
 
 def as_json(
-    top: dict[str, str], limits: Ceilings, results: list[Result], skipped: list[Skipped], command: str
+    top: dict[str, str],
+    limits: Ceilings,
+    gates: dict[tuple[str, str], str | None],
+    results: list[Result],
+    skipped: list[Skipped],
+    command: str,
 ) -> dict[str, Any]:
-    """Everything, for a file."""
+    """Everything, for a file. gates: by case and provider, None where the gate is green."""
     return {
         "header": top,
         "command": command,
         "ceilings": asdict(limits),
+        "gates": [{"case": case, "provider": name, "reason": reason} for (case, name), reason in gates.items()],
         "results": [asdict(r) for r in results],
         "skipped": [asdict(s) for s in skipped],
     }

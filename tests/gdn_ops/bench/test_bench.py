@@ -143,11 +143,23 @@ def test_a_line_that_only_this_package_has_is_no_failure(tiny, monkeypatch):
     assert command.main(argv.split()) == 0
 
 
-def test_gates_only_measures_nothing(tiny, capsys):
-    assert command.main(["--device", "cpu", "--case", "tiny", "--gates-only"]) == 0
+def test_gates_only_measures_nothing_and_writes_the_gates(tiny, monkeypatch, tmp_path, capsys):
+    right, wrong = providers.provider("ours", tiny), providers.Provider("fla", lambda *_: {}["kernel"])
+    monkeypatch.setattr(command, "provider", lambda name, case: right if name == "ours" else wrong)
+    target = tmp_path / "gates.json"
+    argv = ["--device", "cpu", "--case", "tiny", "--gates-only", "--json", str(target)]
+    assert command.main(argv) == 0
     text = capsys.readouterr().out
     assert "gate tiny ours: green" in text
     assert "step ms" not in text
+    found = json.loads(target.read_text())
+    assert found["gates"] == [{"case": "tiny", "provider": "ours", "reason": None}]
+    assert found["header"]["torch"] == torch.__version__
+    assert command.main([*argv, "--provider", "ours,fla"]) == 1
+    assert "gate tiny fla: failed: KeyError" in capsys.readouterr().out
+    found = json.loads(target.read_text())
+    assert [x["reason"] for x in found["gates"]] == [None, "gate failed: KeyError: 'kernel'"]
+    assert found["results"] == found["skipped"] == []
 
 
 @pytest.mark.parametrize("kind", accuracy.INPUTS)
@@ -247,6 +259,67 @@ def test_unknown_words_are_refused(capsys):
     with pytest.raises(SystemExit):
         command.parser().parse_args(["--case", "main,huge"])
     assert "unknown ['huge']" in capsys.readouterr().err
+
+
+REFUSED = [
+    ("--gates-only --chart out.png", "--chart: not used with --gates-only, which measures nothing"),
+    ("--accuracy --chart out.png", "--chart: not used with --accuracy, which has its own inputs"),
+    ("--accuracy --case cpu --graph", "--case, --graph: not used with --accuracy"),
+    *[(f"--accuracy {x}", f"{x.split()[0]}: not used with --accuracy") for x in ("--scope row", "--form plain")],
+    *[(f"--accuracy {x}", f"{x.split()[0]}: not used with --accuracy") for x in ("--mode eager", "--set cost")],
+    *[(f"--accuracy {x}", f"{x.split()[0]}: not used with --accuracy") for x in ("--repeats 20", "--warmup 0")],
+    ("--accuracy --quick", "--quick: not used with --accuracy"),
+    ("--accuracy --gates-only", "--gates-only: not used with --accuracy"),
+    ("--set cost --case main --provider fla", "--case, --provider: not used with --set, which names them itself"),
+    ("--quick --repeats 9", "--repeats: not used with --quick, which stands for both"),
+    ("--json missing/out.json", "--json: expected a file in a folder that exists, got missing/out.json"),
+    ("--chart missing/out.png", "--chart: expected a file in a folder that exists, got missing/out.png"),
+    ("--json .", "--json: expected a file in a folder that exists, got ."),
+    ("--chart out.tex", "--chart: expected a name that ends in .png or .svg, got out.tex"),
+    ("--repeats 0", "argument --repeats: expected at least 1, got 0"),
+    ("--repeats -2", "argument --repeats: expected at least 1, got -2"),
+    ("--repeats many", "argument --repeats: invalid number value: 'many'"),
+    ("--warmup -1", "argument --warmup: expected at least 0, got -1"),
+    ("--graph", "--graph: times CUDA graphs, and the device is cpu"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED, ids=[argv for argv, _ in REFUSED])
+def test_what_would_be_ignored_or_fail_late_is_refused_at_once(argv, message, monkeypatch, tmp_path, capsys):
+    def never(*_):
+        raise AssertionError("the run has begun")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "header", never)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--device", "cpu", *argv.split()])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"python -m gdn_ops.bench: error: {message}")
+
+
+def test_a_device_and_a_package_that_are_not_there_are_said_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    for argv, message in (
+        (["--device", "cuda"], "--device: cuda needs a CUDA device, and torch sees none"),
+        (["--chart", "out.png"], "--chart: needs matplotlib, which is not installed"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(argv)
+        assert capsys.readouterr().err.splitlines()[-1] == f"python -m gdn_ops.bench: error: {message}"
+
+
+def test_what_is_measured_by_default(monkeypatch):
+    found = command.arguments(["--device", "cpu"])
+    assert (found.case, found.provider, found.scope, found.form, found.mode) == (
+        *(["cpu"], ["ours"], ["row"], ["plain"], ["eager"]),
+    )
+    assert (found.repeats, found.warmup) == (20, 3)
+    found = command.arguments(["--device", "cpu", "--quick"])
+    assert (found.repeats, found.warmup) == (5, 1)
+    assert command.arguments(["--device", "cpu", "--warmup", "0"]).warmup == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert command.arguments([]).case == ["main"]
 
 
 def test_header_names_device_versions_and_commit():
