@@ -121,13 +121,17 @@ def check_row(row: object, num_qk_heads: int, num_v_heads: int, head_dim: int) -
         )
 
 
+def _require_float(name: str, x: Tensor) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected dtype bfloat16, float16, float32 or float64, got {x.dtype}")
+
+
 def check_gates(g: object, beta: object, lead: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless g and beta are [..., HV] in any float dtype (`lead` is the expected shape)."""
+    """Raise unless g and beta are [..., HV] in any float dtype of 16 bits or more (`lead` is the expected shape)."""
     for name, x in (("g", g), ("beta", beta)):
         _require_tensor(name, x)
         assert isinstance(x, Tensor)
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+        _require_float(name, x)
         _require_shape(name, x, lead, "tokens by value heads, heads last")
         _require_device(name, x, device)
 
@@ -174,8 +178,7 @@ def check_gate_parameters(
             raise ValueError(f"{name}: only used with use_gate_in_kernel=True, which was not given")
         _require_tensor(name, x)
         assert isinstance(x, Tensor)
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+        _require_float(name, x)
         _require_shape(name, x, (num_v_heads,), "one per value head")
         _require_device(name, x, device)
 

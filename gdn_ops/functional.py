@@ -58,8 +58,8 @@ def chunk_gated_delta_rule(
         v: [B,T,HV,V], HV a multiple of HK. q, k and v may have any strides: heads of a packed row are read in place;
             an operand whose last axis is not dense is copied (`stats().input_copies`). Plain split views of a packed
             row get a packed gradient under `torch.compile`, and in eager through `packed_qkv_views`.
-        g: [B,T,HV], natural logarithm of the decay (normally <= 0), any float dtype, computed in float32; with
-            `use_gate_in_kernel` the raw gate, decay = -exp(A_log) * softplus(g + dt_bias).
+        g: [B,T,HV], natural logarithm of the decay (normally <= 0), any float dtype from 16 bits up, computed in
+            float32; with `use_gate_in_kernel` the raw gate, decay = -exp(A_log) * softplus(g + dt_bias).
         beta: [B,T,HV], write strength in any float dtype; with `use_beta_sigmoid_in_kernel` its logit.
         scale: factor on the output; None means K ** -0.5.
         initial_state: [N,HV,K,V] float32, N documents (or B); None means zero.

@@ -33,7 +33,13 @@ BAD = [
     ({"v": torch.randn(B, T, 3, D)}, ValueError, "v: expected a number of heads that is a multiple of q's 2, got 3"),
     ({"v": torch.randn(B, T, HV, D, device="meta")}, ValueError, "v: expected device cpu"),
     ({"g": torch.rand(B, HV, T)}, ValueError, "g: expected shape [2, 5, 4]"),
-    ({"g": torch.ones(B, T, HV, dtype=torch.int64)}, TypeError, "g: expected a floating dtype"),
+    (
+        {"g": torch.ones(B, T, HV, dtype=torch.int64)},
+        TypeError,
+        "g: expected dtype bfloat16, float16, float32 or float64, got torch.int64",
+    ),
+    ({"g": torch.ones(B, T, HV).to(torch.float8_e5m2)}, TypeError, "g: expected dtype bfloat16, float16, float32"),
+    ({"beta": torch.ones(B, T, HV).to(torch.float8_e4m3fn)}, TypeError, "beta: expected dtype bfloat16, float16"),
     ({"beta": torch.rand(B, T, HK)}, ValueError, "beta: expected shape [2, 5, 4]"),
     ({"scale": "big"}, TypeError, "scale: expected a float or None, got str"),
     ({"scale": True}, TypeError, "scale: expected a float or None, got bool"),
@@ -48,7 +54,12 @@ BAD = [
     (
         {"use_gate_in_kernel": True, "A_log": torch.zeros(HV), "dt_bias": torch.ones(HV, dtype=torch.int32)},
         TypeError,
-        "dt_bias: expected a floating dtype",
+        "dt_bias: expected dtype bfloat16, float16, float32 or float64, got torch.int32",
+    ),
+    (
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(HV).to(torch.float8_e5m2)},
+        TypeError,
+        "A_log: expected dtype bfloat16, float16, float32 or float64, got torch.float8_e5m2",
     ),
     ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
     ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens: expected dtype int32 or int64"),
