@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gdn_ops import counters, settings
 
-_MOST_KINDS = 256
-"""Kinds of call that each op remembers; the oldest goes first."""
+_GENERATION = 256
+"""Kinds of call, those of late, that each op remembers at least; at most twice as many."""
 
 _COPIES = {
     "q": "input_copies",
@@ -54,6 +54,35 @@ _SEEN_ONCE = _Kind(None)
 _WITHOUT_PLAN = _Kind(None)
 
 
+class _Kinds:
+    """The kinds of calls of one op, by key. Safe to use from several threads.
+
+    In two generations: when the new one is full, it becomes the old one, and what that held is forgotten. A kind that
+    is met among the old moves to the new. So those that come again and again stay, however many others come once, and
+    finding one takes a look into a dict and nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[Any, ...], _Kind] = {}
+        """Looked into without the lock; never changed but by `keep`."""
+        self._older: dict[tuple[Any, ...], _Kind] = {}
+        self._lock = threading.Lock()
+
+    def from_older(self, key: tuple[Any, ...]) -> _Kind | None:
+        """The kind of a key that is not among the recent ones, from now on one of them, or None."""
+        kind = self._older.get(key)
+        if kind is not None:
+            self.keep(key, kind)
+        return kind
+
+    def keep(self, key: tuple[Any, ...], kind: _Kind) -> None:
+        """Remember `kind`."""
+        with self._lock:
+            if len(self.recent) >= _GENERATION and key not in self.recent:
+                self.recent, self._older = {}, self.recent
+            self.recent[key] = kind
+
+
 def remembered(
     run: Callable[..., tuple[Tensor, ...]],
     names: Sequence[str],
@@ -70,7 +99,7 @@ def remembered(
         count: the counter that `run` adds to, once a call, unless a backend is pinned.
         counts_copies: whether `run` counts the copies of operands that it makes.
     """
-    kinds: dict[tuple[Any, ...], _Kind] = {}
+    kinds = _Kinds()
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         current = settings.current()
@@ -85,14 +114,15 @@ def remembered(
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
             *(kwargs.items() if count is None else _hashable(kwargs)),
         )
-        kind = kinds.get(key)
+        kind = kinds.recent.get(key)
         if kind is None:
-            while len(kinds) >= _MOST_KINDS:
-                kinds.pop(next(iter(kinds)), None)
-            kinds[key] = _SEEN_ONCE
+            kind = kinds.from_older(key)
+        if kind is None:
+            kinds.keep(key, _SEEN_ONCE)
             return run(*args, **kwargs)
         if kind is _SEEN_ONCE:
-            kind = kinds[key] = _record(run, names, backend_of, args, kwargs)
+            kind = _record(run, names, backend_of, args, kwargs)
+            kinds.keep(key, kind)
         if kind.plan is None:
             return run(*args, **kwargs)
         if kind.copies:

@@ -1,5 +1,9 @@
 """Which calls are repeated by a plan, with a backend that notes what it is asked."""
 
+import concurrent.futures
+import sys
+import time
+
 import pytest
 import torch
 
@@ -177,15 +181,57 @@ def test_planned_calls_are_counted_once_each(backend):
 
 
 def test_the_memory_of_kinds_is_bounded(backend, monkeypatch):
-    monkeypatch.setattr(repeats, "_MOST_KINDS", 3)
+    monkeypatch.setattr(repeats, "_GENERATION", 3)
     call, written = remembered(backend)
     for _ in range(2):
-        for n in range(1, 6):
+        for n in range(1, 8):
             call(torch.randn(n, 4))
-    assert len(written) == 10, "five kinds in turn never fit in a memory of three"
-    for _ in range(3):
-        call(torch.randn(5, 4))
-    assert backend.planned
+    assert len(written) == 14, "seven kinds in turn never fit in a memory of twice three"
+    for _ in range(4):
+        for n in range(1, 4):
+            call(torch.randn(n, 4))
+    assert len(backend.recorded) == 3, "three always fit"
+    assert len(backend.planned) == 9
+
+
+def test_a_kind_that_comes_again_outlives_those_that_come_once(backend, monkeypatch):
+    monkeypatch.setattr(repeats, "_GENERATION", 4)
+    call, written = remembered(backend)
+    again = torch.randn(2, 4)
+    call(again)
+    call(again)
+    for n in range(3, 40):
+        call(torch.randn(n, 4))
+        call(again)
+    assert len(backend.recorded) == 1
+    assert len(written) == 1 + 37
+
+
+def test_threads_may_take_turns_at_every_instruction(monkeypatch):
+    monkeypatch.setattr(repeats, "_GENERATION", 1)
+    monkeypatch.setattr(repeats, "_record", lambda *_: repeats._Kind(lambda tensors: (tensors[0],)))
+    call = repeats.remembered(lambda *args: args, NAMES, lambda args, kwargs: None, None)
+    inputs = [torch.randn(n, 4) for n in range(1, 40)]
+    finished = []
+
+    def give_way(frame, event, arg):
+        if frame.f_code.co_filename != repeats.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        time.sleep(0)
+        return give_way
+
+    def work(start):
+        sys.settrace(give_way)
+        for i in range(50):
+            x = inputs[(start + i) % len(inputs)]
+            assert call(x)[0] is x
+        finished.append(start)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(work, 10 * n) for n in range(4)]:
+            future.result()
+    assert sorted(finished) == [0, 10, 20, 30]
 
 
 # ---- on a GPU: plans of the real backends
