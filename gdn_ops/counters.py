@@ -14,7 +14,8 @@ class Stats:
         compiled call's report names them);
     concatenations: rows that `packed_qkv_views` had to build from separate gradients;
     input_copies: q, k, v or rows copied because their last axis was not dense;
-    gradient_copies: incoming output gradients copied for the same reason (`sum().backward()` sends one);
+    gradient_copies: incoming output gradients copied for the same reason (`sum().backward()` sends one), or because
+        their tokens are 2^25 elements or more apart;
     context_exchanges: collectives that context parallelism started.
     """
 

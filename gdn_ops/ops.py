@@ -24,7 +24,7 @@ from gdn_ops.outputs import (
     gradient_target,
     saved_matrices,
 )
-from gdn_ops.repeats import is_dense_last, pinned, remembered
+from gdn_ops.repeats import is_dense_last, is_gradient_ready, pinned, remembered
 from gdn_ops.shapes import SAVE_LEVELS, Inputs, Options, RowLayout, Saved, packed_layouts, packed_width
 
 lib = torch.library.Library("gdn", "DEF")
@@ -98,6 +98,14 @@ def _dense_last(x: Tensor, counter: str) -> Tensor:
         return x
     counters.count(counter)
     return x.contiguous()
+
+
+def _ready_gradient(do: Tensor) -> Tensor:
+    """The output's gradient where kernels can address it, else a counted copy."""
+    if is_gradient_ready(do):
+        return do
+    counters.count("gradient_copies")
+    return do.contiguous()
 
 
 def _ready(inputs: Inputs) -> Inputs:
@@ -185,7 +193,7 @@ def _fill_chunk_fwd(inputs: Inputs, options: Options, output_final_state: bool, 
 def _fill_chunk_bwd(call: _Call, out: Backward, targets: tuple[Tensor, Tensor, Tensor]) -> None:
     inputs, options = _ready(call.inputs), _ready_options(call.options)
     dfinal_state = None if call.dfinal_state is None else call.dfinal_state.contiguous()
-    do = _dense_last(call.do, "gradient_copies")
+    do = _ready_gradient(call.do)
     filled = out._replace(dq=targets[0], dk=targets[1], dv=targets[2])
     saved = saved_matrices(call.saved, inputs)
     backend_for(inputs, options).chunk_bwd(filled, do, dfinal_state, inputs, saved, options)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import counters, settings
+from gdn_ops.shapes import CHUNK
 
 _GENERATION = 256
 """Kinds of call, those of late, that each op remembers at least; at most twice as many."""
@@ -41,6 +42,16 @@ pinned = _Pinned()
 def is_dense_last(x: Tensor) -> bool:
     """Whether kernels can address `x`: a dense last axis, any other strides."""
     return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+
+
+def is_gradient_ready(do: Tensor) -> bool:
+    """Whether kernels can address the output's gradient [B,T,HV,V].
+
+    They reckon distances between tokens of one chunk in 32 bits. For q, k and v a backend's `unsupported_reason` says
+    so; the caller does not choose how autograd lays out a gradient.
+    """
+    is_near = do.shape[1] <= 1 or do.stride(1) * CHUNK < 2**31
+    return is_dense_last(do) and (is_near or do.numel() == 0)
 
 
 class _Kind(NamedTuple):
@@ -147,12 +158,16 @@ def _hashable(kwargs: dict[str, Any]) -> list[Any]:
     return [(name, tuple(x) if isinstance(x, list) else x) for name, x in kwargs.items() if name != "row"]
 
 
+def _is_ready(name: str, x: Tensor) -> bool:
+    if name == "do":
+        return is_gradient_ready(x)
+    return is_dense_last(x) if name in _COPIES else x.is_contiguous()
+
+
 def _copied(names: Sequence[str], args: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Places of the arguments that backends cannot take as they are."""
     return tuple(
-        i
-        for i, (name, x) in enumerate(zip(names, args, strict=False))
-        if x is not None and not (is_dense_last(x) if name in _COPIES else x.is_contiguous())
+        i for i, (name, x) in enumerate(zip(names, args, strict=False)) if x is not None and not _is_ready(name, x)
     )
 
 

@@ -33,7 +33,7 @@ from gdn_ops.context_parallel.plan import Plan
 from gdn_ops.context_parallel.sharing import Prepared
 from gdn_ops.ops import _load, _on_cpu, backend_for, kernels, lib
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, gradient_target, saved_matrices
-from gdn_ops.repeats import pinned, remembered
+from gdn_ops.repeats import is_gradient_ready, pinned, remembered
 from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, Stage, accumulator_dtype
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
@@ -338,7 +338,8 @@ def _own_gradients(
     scratch: of `sharing.prepare_backward`, with all that is saved; or nothing.
     """
     chosen = Options(**options)
-    q, k, v, do = (_dense(x) for x in (q, k, v, do))
+    q, k, v = (_dense(x) for x in (q, k, v))
+    do = do if is_gradient_ready(do) else do.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     count = ends.shape[0]
     told, additions = _allocate_gradient_summary(k, v, fold.shape[0], count if is_cut else 0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gdn_ops import counters
-from gdn_ops.ops import _dense_last, _ready, _ready_options, _targets, backend_for
+from gdn_ops.ops import _ready, _ready_gradient, _ready_options, _targets, backend_for
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd, allocate_row, saved_matrices
 from gdn_ops.repeats import remembered
 from gdn_ops.shapes import CHUNK, Inputs, Options, Saved, packed_layouts, packed_width
@@ -124,7 +124,7 @@ def _gradients(
     row = allocate_row(inputs, packed_width(*heads)) if packed else None
     dq, dk, dv = _targets(inputs, out, row, packed_layouts(*heads) if packed else (None,) * 3)
     backend.chunk_bwd(
-        out._replace(dq=dq, dk=dk, dv=dv), _dense_last(do, "gradient_copies"),
+        out._replace(dq=dq, dk=dk, dv=dv), _ready_gradient(do),
         None if dfinal_state is None else dfinal_state.contiguous(), inputs, saved_matrices(saved, inputs), chosen,
         backend.Scratch(*scratch), None if states is None or updates is None else (states, updates),
     )  # fmt: skip

@@ -278,3 +278,24 @@ def test_deterministic_mode_of_torch_forces_the_deterministic_route_with_one_war
             OPS.chunk_fwd(*tensors.values(), scale=1.0, deterministic=False)
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def test_backends_get_a_copy_of_a_gradient_whose_tokens_are_far_apart(monkeypatch):
+    """As memory on no device, with a backend that looks at what it is given."""
+    shape, asked = (1, 70, HV, D), []
+
+    class Backend:
+        @staticmethod
+        def chunk_bwd(out, do, *_):
+            asked.append(do.stride())
+
+    monkeypatch.setattr(ops, "backend_for", lambda *_: Backend)
+    tensors = [x if x is None else x[:1].to("meta") for x in sample(gate=False).values()]
+    dense = (HV * D, D, 1)
+    for strides, expected in (((0, 2**25 - 1, D, 1), 2**25 - 1), ((0, 2**25, D, 1), HV * D)):
+        gdn_ops.reset_stats()
+        do = torch.empty_strided(shape, strides, device="meta")
+        forward = OPS.chunk_fwd(*tensors, scale=1.0)
+        ops._chunk_bwd(do, None, *tensors[:5], *forward[2:], *tensors[5:], scale=1.0)
+        assert asked[-1][1:] == (expected, *dense[1:])
+        assert gdn_ops.stats().gradient_copies == int(expected == HV * D)

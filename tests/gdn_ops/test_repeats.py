@@ -168,6 +168,23 @@ def test_operands_are_made_dense_and_counted_as_without_a_plan(backend):
     assert torch.equal(planned_g, g)
 
 
+def test_a_gradient_whose_tokens_are_far_apart_is_copied(backend):
+    near, far = (
+        torch.empty_strided((1, 70, 2, 16), (0, stride, 16, 1), device="meta") for stride in (2**25 - 1, 2**25)
+    )
+    few = torch.empty_strided((2, 1, 2, 16), (32, 2**31, 16, 1), device="meta")
+    assert not repeats.is_gradient_ready(far)
+    call = repeats.remembered(lambda *args: args, ("do", "q"), lambda args, kwargs: backend, None)
+    for do, token in ((near, 2**25 - 1), (far, 32), (few, 2**31)):
+        gdn_ops.reset_stats()
+        for _ in range(2):
+            call(do, far)
+        planned, q = backend.planned[-1]
+        assert planned.stride(1) == token
+        assert q is far, "backends refuse such operands instead"
+        assert gdn_ops.stats().gradient_copies == int(do is far)
+
+
 def test_planned_calls_are_counted_once_each(backend):
     call, _ = remembered(backend, count="packed_gradients")
     gdn_ops.reset_stats()
