@@ -63,9 +63,14 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {_name(value)}")
 
 
+def check_dtype(name: str, dtype: object) -> None:
+    """Raise TypeError unless `dtype` is one that q, k and v may have."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected dtype bfloat16, float16 or float32 (float64 on a CPU), got {dtype}")
+
+
 def _check_operand_dtype(name: str, x: Tensor) -> None:
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected dtype bfloat16, float16 or float32 (float64 on a CPU), got {x.dtype}")
+    check_dtype(name, x.dtype)
     if x.dtype == torch.float64 and x.device.type not in ("cpu", "meta"):
         raise TypeError(f"{name}: float64 is supported on a CPU only, got a tensor on {x.device}")
 
@@ -99,17 +104,27 @@ def check_qkv(q: object, k: object, v: object) -> None:
         raise ValueError(f"v: expected a number of heads that is a multiple of q's {heads}, got {value_heads}")
 
 
+def check_counts(least: int = 1, **counts: object) -> None:
+    """Raise unless each of `counts` is an int of at least `least`."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {_name(value)}")
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def check_heads(num_qk_heads: int, num_v_heads: int, **head_sizes: int) -> None:
+    """Raise unless all are ints of at least 1 and the value heads fall evenly on the query/key heads."""
+    check_counts(num_qk_heads=num_qk_heads, num_v_heads=num_v_heads, **head_sizes)
+    if num_v_heads % num_qk_heads != 0:
+        raise ValueError(f"num_v_heads: expected a multiple of num_qk_heads = {num_qk_heads}, got {num_v_heads}")
+
+
 def check_row(row: object, num_qk_heads: int, num_v_heads: int, head_dim: int) -> None:
     """Raise unless `row` is [B,T,W] or [T,W] with W = (2 * num_qk_heads + num_v_heads) * head_dim."""
     _require_tensor("row", row)
     assert isinstance(row, Tensor)
-    for name, value in (("num_qk_heads", num_qk_heads), ("num_v_heads", num_v_heads), ("head_dim", head_dim)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {_name(value)}")
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    if num_v_heads % num_qk_heads != 0:
-        raise ValueError(f"num_v_heads: expected a multiple of num_qk_heads = {num_qk_heads}, got {num_v_heads}")
+    check_heads(num_qk_heads, num_v_heads, head_dim=head_dim)
     if row.dim() not in (2, 3):
         raise ValueError(f"row: expected [B, T, W] or [T, W], got shape {list(row.shape)}")
     _check_operand_dtype("row", row)

@@ -1,10 +1,11 @@
 """How many bytes a call keeps and needs, answered from shapes alone: nothing is run and no device is needed."""
 
 import importlib
+from typing import Any
 
 import torch
 
-from gdn_ops import settings
+from gdn_ops import checks, settings
 from gdn_ops.outputs import Forward, allocate_chunk_fwd
 from gdn_ops.shapes import SAVE_LEVELS, Inputs, Options, sizes
 
@@ -18,8 +19,16 @@ def _inputs(
     batch: int,
     num_documents: int | None,
     dtype: torch.dtype,
+    use_gate_in_kernel: bool = False,
 ) -> Inputs:
     value_dim = key_dim if value_dim is None else value_dim
+    checks.check_heads(num_qk_heads, num_v_heads, key_dim=key_dim, value_dim=value_dim)
+    checks.check_counts(0, num_tokens=num_tokens, batch=batch)
+    checks.check_dtype("dtype", dtype)
+    if num_documents is not None:
+        checks.check_counts(0, num_documents=num_documents)
+        if batch != 1:
+            raise ValueError(f"batch: documents are packed along T, so B must be 1 with num_documents, got {batch}")
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -32,6 +41,7 @@ def _inputs(
         gates,
         gates,
         cu_seqlens=None if num_documents is None else meta(num_documents + 1, dtype=torch.int64),
+        A_log=meta(num_v_heads, dtype=torch.float32) if use_gate_in_kernel else None,
     )
 
 
@@ -40,6 +50,23 @@ def _save_level(save: str | None) -> str:
     if save not in SAVE_LEVELS:
         raise ValueError(f"save: expected one of {SAVE_LEVELS}, got {save!r}")
     return save
+
+
+def _refusal(backend: str, module: Any, inputs: Inputs) -> str | None:
+    """What `unsupported_reason` says of such a call on every GPU."""
+    dtype, K, V = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]
+    if backend == "hopper":
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"needs bfloat16 or float16, got {dtype}"
+        if (K, V) != (module.HEAD_SIZE, module.HEAD_SIZE):
+            return f"needs heads of {module.HEAD_SIZE} channels, got K = {K}, V = {V}"
+        return None
+    if dtype not in module.TRITON_DTYPES:
+        return f"dtype {dtype} (supported: bfloat16, float16, float32)"
+    for name, size in (("K", K), ("V", V)):
+        if not module.MIN_HEAD_DIM <= size <= module.MAX_HEAD_DIM:
+            return f"head size {name} = {size} (supported: {module.MIN_HEAD_DIM} to {module.MAX_HEAD_DIM})"
+    return None
 
 
 def saved_bytes(
@@ -64,7 +91,8 @@ def saved_bytes(
         dtype: of q, k, v; use_qk_l2norm: whether the op normalises q and k.
         save: "inputs", "solve" or "states"; None reads the setting.
 
-    Raises ValueError for an unknown `save`.
+    Raises ValueError or TypeError for an unknown `save` and for sizes, a batch or a dtype that the op refuses. A CPU
+    takes heads of any size, so the answer does not say that a GPU backend takes the call.
     """
     inputs = _inputs(num_tokens, num_qk_heads, num_v_heads, key_dim, value_dim, batch, num_documents, dtype)
     out: Forward = allocate_chunk_fwd(
@@ -84,19 +112,27 @@ def scratch_bytes(
     num_documents: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     use_qk_l2norm: bool = False,
+    use_gate_in_kernel: bool = False,
     save: str | None = None,
     backend: str = "triton",
 ) -> int:
     """Most bytes of temporary memory that one backward needs on a GPU beyond inputs, outputs and saved tensors.
 
-    Arguments as `saved_bytes`; backend: "triton" or "hopper". Raises ValueError for another backend.
+    Arguments and errors as `saved_bytes`; use_gate_in_kernel: whether the op computes the decay from A_log; backend:
+    "triton" or "hopper". Raises ValueError for another backend, and with the reason for what that backend refuses.
     """
     if backend not in ("triton", "hopper"):
         raise ValueError(f"backend: expected 'triton' or 'hopper', got {backend!r}")
-    inputs = _inputs(num_tokens, num_qk_heads, num_v_heads, key_dim, value_dim, batch, num_documents, dtype)
+    checks.check_bool("use_gate_in_kernel", use_gate_in_kernel)
+    inputs = _inputs(
+        *(num_tokens, num_qk_heads, num_v_heads, key_dim, value_dim, batch, num_documents, dtype, use_gate_in_kernel)
+    )
     save = _save_level(save)
     module = importlib.import_module(f"gdn_ops.backends.{backend}")
+    reason = _refusal(backend, module, inputs)
+    if reason is not None:
+        raise ValueError(f"backend: {backend} does not take such a call: {reason}")
     if backend == "hopper":
         return int(module.scratch_bytes(inputs, Options(1.0, use_qk_l2norm), backward=True, save=save))
-    itemsize = inputs.q.element_size()
-    return int(module.scratch_bytes(sizes(inputs), itemsize=itemsize, save=save, use_qk_l2norm=use_qk_l2norm).backward)
+    options = {"save": save, "use_qk_l2norm": use_qk_l2norm, "use_gate": use_gate_in_kernel}
+    return int(module.scratch_bytes(sizes(inputs), itemsize=inputs.q.element_size(), **options).backward)

@@ -54,7 +54,7 @@ ALLOWED = {
         "gdn_ops.context_parallel.*",
     ],
     "gdn_ops.context_parallel.example": PUBLIC,
-    "gdn_ops.memory": FOUNDATION,
+    "gdn_ops.memory": [*FOUNDATION, "gdn_ops.checks"],
     "gdn_ops.testing": [*FOUNDATION, *PUBLIC],
     "gdn_ops.integrations.*": [*PUBLIC, "gdn_ops.integrations.*"],
     "gdn_ops.demo": [*PUBLIC, "gdn_ops.integrations.*", "inductor_passes.*"],
