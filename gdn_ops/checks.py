@@ -3,6 +3,7 @@
 Only shapes, dtypes and devices are looked at, so nothing here waits for a GPU and everything can be traced.
 """
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -118,6 +119,31 @@ def check_heads(num_qk_heads: int, num_v_heads: int, **head_sizes: int) -> None:
     check_counts(num_qk_heads=num_qk_heads, num_v_heads=num_v_heads, **head_sizes)
     if num_v_heads % num_qk_heads != 0:
         raise ValueError(f"num_v_heads: expected a multiple of num_qk_heads = {num_qk_heads}, got {num_v_heads}")
+
+
+_warned_heads_first = False
+
+
+def warn_of_heads_first(q: Tensor, v: Tensor, *confirming: object) -> None:
+    """Warn, once in a process, where q, k, v, g and beta may all be heads first and nothing else would show it.
+
+    That takes HK = HV, or v would be refused, and none of `confirming`, arguments whose checked shape has HV in it. A
+    call on few tokens looks the same and is right, so it is no error.
+    """
+    global _warned_heads_first
+    tokens, heads = q.shape[-3], q.shape[-2]
+    if _warned_heads_first or any(x is not None for x in confirming):
+        return
+    # A symbolic size belongs to someone's trace, which no comparison here should narrow.
+    if not isinstance(tokens, int) or tokens >= heads or v.shape[-2] != heads:
+        return
+    _warned_heads_first = True
+    warnings.warn(
+        f"q, k, v, g, beta: expected tokens before heads, q [B, T, HK, K] and g [B, T, HV]; got shape {list(q.shape)}, "
+        f"fewer tokens ({tokens}) than heads ({heads}). If heads come first here, transpose(-3, -2) q, k and v and "
+        "transpose(-2, -1) g and beta; if there are so few tokens, all is well. (Said once.)",
+        stacklevel=3,
+    )
 
 
 def check_row(row: object, num_qk_heads: int, num_v_heads: int, head_dim: int) -> None:

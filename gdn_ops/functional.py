@@ -116,6 +116,8 @@ def chunk_gated_delta_rule(
             switches,
             cp_context,
         )
+        if not torch.compiler.is_compiling():
+            checks.warn_of_heads_first(q, v, initial_state, A_log, cp_context)
         if plain:
             checks.passed(kind)
     options = _options(scale, q.shape[-1], switches, _save_level(tensors))

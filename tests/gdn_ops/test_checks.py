@@ -1,11 +1,13 @@
 """Every wrong argument is answered by an error that names it, what was expected and what came."""
 
 import re
+import warnings
 
 import pytest
 import torch
 
 import gdn_ops
+from gdn_ops import checks
 
 B, T, HK, HV, D = 2, 5, 2, 4, 16
 
@@ -115,3 +117,52 @@ def test_bad_row_is_named(row, heads, error, message):
     gates = torch.rand(T, 4)
     with pytest.raises(error, match=re.escape(message)):
         gdn_ops.chunk_gated_delta_rule_packed(row, gates, gates, **names)
+
+
+def in_order(num_tokens=5, num_heads=8, lead=(1,)):
+    """q, k, v, g, beta with HK = HV; with the two numbers exchanged also heads first."""
+    operands = [torch.randn(*lead, num_tokens, num_heads, D) for _ in range(3)]
+    return [*operands, -torch.rand(*lead, num_tokens, num_heads), torch.rand(*lead, num_tokens, num_heads)]
+
+
+@pytest.fixture
+def not_yet_warned(monkeypatch):
+    monkeypatch.setattr(checks, "_warned_heads_first", False)
+    monkeypatch.setattr(checks, "_passed", set())
+
+
+@pytest.mark.parametrize("lead", [(1,), (2,), ()])
+def test_heads_first_is_warned_of_once(lead, not_yet_warned):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for num_tokens in (5, 5, 4):
+            gdn_ops.chunk_gated_delta_rule(*in_order(num_tokens, lead=lead))
+    (one,) = found
+    assert one.filename == __file__
+    assert "expected tokens before heads, q [B, T, HK, K] and g [B, T, HV]" in str(one.message)
+    assert "fewer tokens (5) than heads (8)" in str(one.message)
+
+
+def test_calls_that_cannot_be_heads_first_say_nothing(not_yet_warned):
+    q, k, v, g, beta = in_order()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gdn_ops.chunk_gated_delta_rule(*in_order(8))
+        gdn_ops.chunk_gated_delta_rule(q[:, :, :4], k[:, :, :4], v, g, beta)
+        gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=torch.zeros(1, 8, D, D))
+        gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, use_gate_in_kernel=True, A_log=torch.zeros(8))
+
+
+def test_no_compiler_meets_the_warning(not_yet_warned):
+    class Layer(torch.nn.Module):
+        def forward(self, *tensors):
+            return gdn_ops.chunk_gated_delta_rule(*tensors)[0]
+
+    tensors = tuple(in_order())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.compile(Layer(), backend="eager", fullgraph=True)(*tensors)
+        for strict in (False, True):
+            torch.export.export(Layer(), tensors, strict=strict)
+    assert not [x for x in found if "tokens before heads" in str(x.message)]
+    assert not checks._warned_heads_first
