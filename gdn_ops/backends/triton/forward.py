@@ -2,13 +2,17 @@
 
     kS^T = S^T k^T                        [V, C]
     y^T  = v^T - kS^T * f_1               f_1 = 2^G r_k
-    e^T  = y^T + y^T E^T                  E without its unit diagonal (solve.py)
+    e^T  = y^T + y^T E^T                  E without its unit diagonal, or y^T E^T alone (solve.py)
     o^T  = (S^T q^T) * f_3 + e^T P^T      f_3 = scale 2^G r_q; P holds beta (scores.py)
     S^T <- 2^(G_C) S^T + (e^T * f_2) k    f_2 = 2^(G_C - G) r_k beta
 
 The state is kept transposed, [V, K], in the accumulator of the tensor cores: every left operand above is the previous
 accumulator, every right operand a tile as it lies in memory, so the chain from chunk to chunk never goes through shared
 memory, and the columns of S^T [V, K] split into independent blocks of V.
+
+Where a chunk's keys are nearly parallel E has its diagonal, so that all of e is made of the rounded y: sums of e over
+the chunk, which become its outputs and state, cancel there, and what the rounding of y left with them. Otherwise y is
+added unrounded, so that e has its full precision.
 
 Two uses: the forward pass writes o (and, if they are saved, S and e); the backward pass writes S and e only.
 Grid: documents * HV * (V / BV) programs.
@@ -99,6 +103,9 @@ def forward_document(
     state_VK = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
         state_VK += tl.load(initial_ptr + state_kv, mask=mask_vk, other=0.0).to(tl.float32)
+    # The diagonal of a chunk's E as it is stored, 0 or 1, is its first element.
+    diagonal_ptr = solve_ptr + (first_chunk * HV + head) * CHUNK * CHUNK
+    diagonal = tl.load(diagonal_ptr, mask=num_chunks > 0, other=0.0)
     for c in tl.range(0, trip_count(num_chunks), num_stages=STAGES):
         start = (first + c * CHUNK).to(tl.int64)
         length = end - first - c * CHUNK
@@ -115,6 +122,9 @@ def forward_document(
         f_1 = tl.load(factors)
         f_2 = tl.load(factors + CHUNK)
         total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
+        # The next chunk's, ahead: the compiler keeps no stages of a scalar, and e would wait for it.
+        diagonal_ptr += HV * CHUNK * CHUNK
+        next_diagonal = tl.load(diagonal_ptr, mask=c + 1 < num_chunks, other=0.0)
 
         state_op_VK = operand(state_VK, DTYPE)
         if WRITE_STATES:
@@ -122,7 +132,7 @@ def forward_document(
             store_matrix(state_ptr + state_row * V * K, offs_v, V, offs_k, K, state_op_VK)
         y_VC = v_VC.to(tl.float32)
         y_VC -= tl.dot(state_op_VK, tl.trans(k_CK), input_precision=PRECISION) * f_1[None, :]
-        e_VC = dot(operand(y_VC, DTYPE), tl.trans(solve_CC), y_VC, PRECISION)
+        e_VC = dot(operand(y_VC, DTYPE), tl.trans(solve_CC), y_VC * (1.0 - diagonal.to(tl.float32)), PRECISION)
         state_VK = dot(operand(e_VC * f_2[None, :], DTYPE), k_CK, state_VK * tl.exp2(total), PRECISION)
         if WRITE_STATES:
             store_matrix(update_ptr + state_row * V * CHUNK, offs_v, V, offs_t, CHUNK, e_VC)
@@ -138,6 +148,7 @@ def forward_document(
             o_VC = dot(operand(e_VC, DTYPE), tl.trans(score_CC), o_VC, PRECISION)
             o_row_ptr = o_ptr + ((batch * T + start) * HV + head) * V
             store_rows(o_row_ptr, HV * V, length, offs_v, V, tl.trans(o_VC))
+        diagonal = next_diagonal
     if HAS_FINAL:
         tl.store(final_ptr + state_kv, state_VK, mask=mask_vk)
 

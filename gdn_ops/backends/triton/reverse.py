@@ -1,7 +1,7 @@
 """Stage 4, sequential and backwards over the chunks of a document: gradients of the state and of v.
 
     d_e^T = do^T P + (dS^T k^T) * f_2     gradient of the update e = E y; P and f_2 hold beta
-    dv^T  = d_e^T + d_e^T E               E without its unit diagonal
+    dv^T  = d_e^T + d_e^T E               E without its unit diagonal, or d_e^T E alone: as with y in forward.py
     dS^T <- 2^(G_C) dS^T + (do^T * f_3) q - (dv^T * f_1) k
 
 dS^T [V, K] stays in the accumulator, as the state does in forward.py, and is written at each chunk's end (before the
@@ -105,6 +105,8 @@ def _reverse_document(
     dstate_VK = tl.zeros([BV, BK], tl.float32)
     if HAS_DFINAL:
         dstate_VK += tl.load(dfinal_ptr + state_kv, mask=mask_vk, other=0.0).to(tl.float32)
+    diagonal_ptr = solve_ptr + ((first_chunk + num_chunks - 1) * HV + head) * CHUNK * CHUNK
+    diagonal = tl.load(diagonal_ptr, mask=num_chunks > 0, other=0.0)
     for step in tl.range(0, trip_count(num_chunks), num_stages=STAGES):
         c = num_chunks - 1 - step
         start = (first + c * CHUNK).to(tl.int64)
@@ -134,7 +136,9 @@ def _reverse_document(
         do_VC = tl.trans(do_CV)
         de_VC = tl.dot(dstate_op_VK, tl.trans(k_CK), input_precision=PRECISION) * f_2[None, :]
         de_VC = dot(do_VC, score_CC, de_VC, PRECISION)
-        dv_VC = dot(operand(de_VC, DTYPE), solve_CC, de_VC, PRECISION)
+        dv_VC = dot(operand(de_VC, DTYPE), solve_CC, de_VC * (1.0 - diagonal.to(tl.float32)), PRECISION)
+        diagonal_ptr -= HV * CHUNK * CHUNK
+        diagonal = tl.load(diagonal_ptr, mask=c > 0, other=0.0)
         dstate_VK = dstate_VK * tl.exp2(total)
         dstate_VK = dot(operand(do_VC.to(tl.float32) * f_3[None, :], DTYPE), q_CK, dstate_VK, PRECISION)
         dstate_VK = dot(operand(dv_VC * -f_1[None, :], DTYPE), k_CK, dstate_VK, PRECISION)

@@ -30,7 +30,8 @@ peers = _load(_HERE.parent / "peers.py")
 Case = harness.Case
 
 from gdn_ops.backends.triton import forward, gradients, launch, reverse, scores  # noqa: E402
-from gdn_ops.bench import accuracy  # noqa: E402
+from gdn_ops.bench import accuracy, gate  # noqa: E402
+from gdn_ops.bench.providers import provider  # noqa: E402
 from gdn_ops.outputs import allocate_chunk_bwd, allocate_chunk_fwd  # noqa: E402
 from gdn_ops.shapes import sizes  # noqa: E402
 
@@ -81,6 +82,16 @@ def test_configurations_are_data(stage):
 @pytest.mark.parametrize("kind", accuracy.INPUTS)
 def test_no_less_accurate_than_the_better_peer(kind):
     assert peers.worse_than_peers("triton", kind) == {}
+
+
+@pytest.mark.parametrize("kind", accuracy.INPUTS)
+def test_accuracy_is_within_the_bounds_of_the_benchmarks_gate(kind):
+    found = accuracy.errors(kind, provider("ours-triton", accuracy.CASE), "cuda", accuracy.CASE)
+    rms, largest = gate.RELATIVE_RMS, gate.MAX_ABS
+    if kind == "almost equal keys":  # sums over a chunk cancel nearly all of themselves
+        rms, largest = 1.2e-2, 4e-2
+    assert {name: x for name, x in found.relative_rms.items() if not x <= rms} == {}
+    assert {name: x for name, x in found.largest.items() if not x <= largest} == {}
 
 
 def test_deterministic_over_runs():
