@@ -16,7 +16,8 @@ part, dv . u (the diagonal that W leaves out), <S, dS>, and what the entries of 
 Grid: persistent, one program a multiprocessor; an item is a chunk and a query/key head, a step one of its value heads.
 One warpgroup takes dq, W, dP and <S, dS>, a second one dk, whose W and dP it gets from the first; a producer warp
 fetches. The two never wait for each other but for W and dP, so that one's arithmetic hides the other's products.
-On chip: dq, dk in registers; do, dv, u, W, dP double-buffered; q, k, S, dS once, refilled when both have read them.
+On chip: dq, dk in registers; do, dv, u, decays, W, dP double-buffered; q, k, S, dS and, with dS, factors once, refilled
+when both have read them.
 """
 
 from torch import Tensor
@@ -84,40 +85,53 @@ def _chunk(slot, word, IN_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _row(row_s, layout: gl.constexpr):
+    """A row of C numbers in shared memory."""
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return reinterpret(row_s, gl.float32, [_C], VECTOR).load(layout)
+
+
+@gluon.jit
 def _fetch_tokens(
-    do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, bar, token, slot, chunk, local,
+    do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, buffer, full, token, slot, chunk, local,
     first_head, first_scratch_head, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
-    HV: gl.constexpr, HS: gl.constexpr, DECAYS: gl.constexpr, DECAYS_AT: gl.constexpr,
+    HV: gl.constexpr, HS: gl.constexpr, FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr,
 ):  # fmt: skip
     h = first_head + local
-    mbarrier.expect(bar, 3 * _C * _D * 2 + 4 * _C * 4)
-    async_load(dv_desc, [token, (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r], bar, dv_s)
-    async_load(updates_desc, [(slot * HS + first_scratch_head + local) * _D, 0], bar, u_s)
-    async_load(do_desc, [token, h * do_stride_h], bar, do_s)
-    async_load(decays_desc, [(chunk * HV + h) * DECAYS + DECAYS_AT, 0], bar, decays_s)
+    bar = full.index(buffer)
+    DECAYS: gl.constexpr = 3 if HAS_NORMS else 1
+    mbarrier.expect(bar, 3 * _C * _D * 2 + DECAYS * _C * 4)
+    dv_column = (h // dv_group) * dv_stride_g + (h % dv_group) * dv_stride_r
+    async_load(dv_desc, [token, dv_column], bar, dv_s.index(buffer))
+    async_load(updates_desc, [(slot * HS + first_scratch_head + local) * _D, 0], bar, u_s.index(buffer))
+    async_load(do_desc, [token, h * do_stride_h], bar, do_s.index(buffer))
+    # A row of `gates` or, with norms, three of `factors` from its row 5 on.
+    for i in gl.static_range(DECAYS):
+        row = (chunk * HV + h) * FACTORS + 5 + i if HAS_NORMS else chunk * HV + h
+        async_load(decays_desc, [row, 0], bar, decays_s.index(buffer * DECAYS + i))
 
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc,
-    q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s,
+    q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc, factors_desc,
+    q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, factors_s,
     tokens_full, tokens_empty, full, empty, table_ptr,
     q_stride_h, k_stride_h, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
     first_head, first_scratch_head, pid, grid, steps,
     HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, HS: gl.constexpr,
-    DECAYS: gl.constexpr, DECAYS_AT: gl.constexpr, IN_PARTS: gl.constexpr,
+    FACTORS: gl.constexpr, HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
 ):  # fmt: skip
     slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
     token = gl.load(table_ptr + slot * 4)
     slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
     token1 = gl.load(table_ptr + slot1 * 4)
+    chunk = _chunk(slot, _word(slot, table_ptr, IN_PARTS), IN_PARTS)
     chunk1 = _chunk(slot1, _word(slot1, table_ptr, IN_PARTS), IN_PARTS)
     if steps > 0:
         _fetch_tokens(
-            do_desc, dv_desc, updates_desc, decays_desc, do_s.index(0), dv_s.index(0), u_s.index(0), decays_s.index(0),
-            tokens_full.index(0), token, slot, _chunk(slot, _word(slot, table_ptr, IN_PARTS), IN_PARTS), local,
-            first_head, first_scratch_head,
-            do_stride_h, dv_stride_g, dv_stride_r, dv_group, HV, HS, DECAYS, DECAYS_AT,
+            do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, 0, tokens_full, token, slot, chunk,
+            local, first_head, first_scratch_head, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
+            HV, HS, FACTORS, HAS_NORMS,
         )  # fmt: skip
     for step in range(steps):
         slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
@@ -128,17 +142,19 @@ def _produce(
         mbarrier.expect(full.index(0), _D * _D * 2)
         async_load(states_desc, [(slot * HS + first_scratch_head + local) * _D, 0], full.index(0), state_s)
         mbarrier.wait(empty.index(1), (step & 1) ^ 1)
-        mbarrier.expect(full.index(1), _D * _D * 2)
+        mbarrier.expect(full.index(1), _D * _D * 2 + 3 * _C * 4)
+        for i in gl.static_range(3):
+            row = (chunk * HV + first_head + local) * FACTORS + i
+            async_load(factors_desc, [row, 0], full.index(1), factors_s.index(i))
         async_load(dstates_desc, [(slot * (HK * R) + local) * _D, 0], full.index(1), dstate_s)
         if step + 1 < steps:
             slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
             buffer = (step + 1) % 2
             mbarrier.wait(tokens_empty.index(buffer), (((step + 1) // 2) & 1) ^ 1)
             _fetch_tokens(
-                do_desc, dv_desc, updates_desc, decays_desc, do_s.index(buffer), dv_s.index(buffer),
-                u_s.index(buffer), decays_s.index(buffer), tokens_full.index(buffer), token1, slot1, chunk1, local1,
-                first_head, first_scratch_head, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
-                HV, HS, DECAYS, DECAYS_AT,
+                do_desc, dv_desc, updates_desc, decays_desc, do_s, dv_s, u_s, decays_s, (step + 1) % 2, tokens_full,
+                token1, slot1, chunk1, local1, first_head, first_scratch_head,
+                do_stride_h, dv_stride_g, dv_stride_r, dv_group, HV, HS, FACTORS, HAS_NORMS,
             )  # fmt: skip
         if step % R == 0:
             h = first_head // R + h_k
@@ -148,18 +164,30 @@ def _produce(
             async_load(q_desc, [token, h * q_stride_h], full.index(2), q_s)
         token = token1
         token1 = token2
+        chunk = chunk1
         chunk1 = chunk2
 
 
 @gluon.jit
 def _store_head(x_CK, x_ptr, token, valid, h, stride_t, stride_g, stride_r, group, dtype: gl.constexpr):
-    """Write one head's rows of a gradient as they lie in the accumulators; no shared memory is left to exchange in."""
-    row = gl.arange(0, _C, gl.SliceLayout(1, x_CK.type.layout))
-    column = gl.arange(0, _D, gl.SliceLayout(0, x_CK.type.layout))
+    """Write one head's rows of a gradient, 32 bytes at a time: four threads exchange what they hold of a row.
+
+    As they lie in the accumulators it would be 16 bytes, half of what the L2 takes at once.
+    """
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[_C, _D],
+    )
+    x_CK = gl.convert_layout(x_CK.to(dtype), WIDE)
+    row = gl.arange(0, _C, gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, _D, gl.SliceLayout(0, WIDE))
     at = x_ptr + (h // group).to(gl.int64) * stride_g + (h % group).to(gl.int64) * stride_r
     at = at + token.to(gl.int64) * stride_t
     mask = (row < valid)[:, None] & (column >= 0)[None, :]
-    gl.store(at + (row.to(gl.int64) * stride_t)[:, None] + column[None, :], x_CK.to(dtype), mask=mask)
+    gl.store(at + (row.to(gl.int64) * stride_t)[:, None] + column[None, :], x_CK, mask=mask)
 
 
 @gluon.jit
@@ -258,12 +286,12 @@ def _store_rests(x_CC, at, dtype: gl.constexpr):
 
 @gluon.jit
 def _queries(
-    q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, w_s, p_s,
+    q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, factors_s, w_s, p_s,
     tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
-    factors_ptr, norms_ptr, sums_ptr, dq_ptr, table_ptr, scale, dq_stride_t, dq_stride_g, dq_stride_r, dq_group,
+    norms_ptr, sums_ptr, dq_ptr, table_ptr, scale, dq_stride_t, dq_stride_g, dq_stride_r, dq_group,
     first_head, pid, grid, steps,
-    HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, FACTORS: gl.constexpr,
-    HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
+    HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, HAS_NORMS: gl.constexpr,
+    IN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """W, dP, dq and <S, dS>."""
     dtype: gl.constexpr = k_s.dtype
@@ -275,7 +303,7 @@ def _queries(
     row_K = gl.arange(0, _C, gl.SliceLayout(1, L_CK))
     ROW_C: gl.constexpr = gl.SliceLayout(1, L_CC)
     COL_C: gl.constexpr = gl.SliceLayout(0, L_CC)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    DECAYS: gl.constexpr = 3 if HAS_NORMS else 1
     row_C = gl.arange(0, _C, ROW_C)
     col_C = gl.arange(0, _C, COL_C)
     row_state = gl.arange(0, 8, gl.SliceLayout(1, ROWS))
@@ -286,24 +314,15 @@ def _queries(
     zero_CC = gl.full([_C, _C], 0.0, gl.float32, L_CC)
     dq_CK = zero_CK
     slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
-    word = _word(slot, table_ptr, IN_PARTS)
-    chunk = _chunk(slot, word, IN_PARTS)
-    query_C = gl.load(factors_ptr + (chunk.to(gl.int64) * HV + first_head + local) * (FACTORS * _C) + 2 * _C + row_K)
-    valid = _valid(word, IN_PARTS)
-    if IN_PARTS:
-        slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
-        next_word = _word(slot1, table_ptr, IN_PARTS)
+    valid = _valid(_word(slot, table_ptr, IN_PARTS), IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
         slot, h_k, local = _locate(step, steps, pid, grid, HK, R)
         sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C)
-        # The next step's numbers are asked for here or, in parts, further down, or their latency would be seen.
+        # The next step's number is asked for here, or its latency would be seen.
         slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        if not IN_PARTS:
-            next_word = _word(slot1, table_ptr, IN_PARTS)
-            query_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
-            next_query_C = gl.load(query_at)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
         do = do_s.index(buffer)
         dv = dv_s.index(buffer)
         u_T = u_s.index(buffer)
@@ -315,9 +334,8 @@ def _queries(
         w_CC = warpgroup_mma(dv, u_T, zero_CC, use_acc=False, is_async=True)
         p_CC = warpgroup_mma(do, u_T, zero_CC, use_acc=False, is_async=True)
         # With norms the tiles of k and q are raw: the norms of each pair go into W and dP, through the exponent.
-        decays = reinterpret(decays_s.index(buffer), gl.float32, [4 * _C], VECTOR)
-        key_row = decays.slice(0, _C).load(ROW_C)
-        key_col = decays.slice(2 * _C if HAS_NORMS else 0, _C).load(COL_C)
+        key_row = _row(decays_s.index(buffer * DECAYS), ROW_C)
+        key_col = _row(decays_s.index(buffer * DECAYS + DECAYS - 1), COL_C)
         decay_CC = gl.exp2(key_row[:, None] - key_col[None, :])
         mbarrier.wait(pairs_empty.index(buffer), phase ^ 1)
         w_CC = warpgroup_mma_wait(1, deps=[w_CC])
@@ -325,7 +343,7 @@ def _queries(
         w_CC *= gl.where(row_C[:, None] > col_C[None, :], decay_CC, 0.0)
         w_s.index(buffer).store(w_CC.to(dtype))
         if HAS_NORMS:
-            query_row = decays.slice(_C, _C).load(ROW_C)
+            query_row = _row(decays_s.index(buffer * DECAYS + 1), ROW_C)
             decay_CC = gl.exp2(query_row[:, None] - key_col[None, :])
         p_CC = warpgroup_mma_wait(0, deps=[p_CC])
         p_CC *= gl.where(row_C[:, None] >= col_C[None, :], decay_CC, 0.0) * -scale
@@ -337,23 +355,18 @@ def _queries(
         mbarrier.wait(full.index(0), step & 1)
         query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
+        query_C = _row(factors_s.index(2), gl.SliceLayout(1, L_CK))
         product = gl.full([8, _D], 0.0, gl.float32, ROWS)
         for j in gl.static_range(_C // 8):
             x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
             product += x * dstate_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
         gl.store(sums_at + SUM_STATES * _C + row_state, gl.sum(product, 1))
         query_CK = warpgroup_mma_wait(0, deps=[query_CK])
+        query_CK = query_CK * (-query_C)[:, None]
         barrier()
         mbarrier.arrive(empty.index(0), count=1)
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
-        query_CK = query_CK * (-query_C)[:, None]
-        if IN_PARTS:
-            chunk1 = _chunk(slot1, next_word, IN_PARTS)
-            query_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + 2 * _C + row_K
-            next_query_C = gl.load(query_at)
-            slot2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
-            later_word = _word(slot2, table_ptr, IN_PARTS)
         mbarrier.wait(full.index(2), (step // R) & 1)
         if valid < _C:
             clear_rows(q_s, valid, 4)
@@ -377,20 +390,17 @@ def _queries(
             if HAS_NORMS:
                 _release(empty.index(2))
             dq_CK = zero_CK
-        query_C = next_query_C
         valid = _valid(next_word, IN_PARTS)
-        if IN_PARTS:
-            next_word = later_word
 
 
 @gluon.jit
 def _keys(
-    q_s, k_s, dv_s, u_s, state_s, dstate_s, w_s, p_s,
+    q_s, k_s, dv_s, u_s, state_s, dstate_s, factors_s, w_s, p_s,
     tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
-    factors_ptr, norms_ptr, sums_ptr, dk_ptr, table_ptr, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
+    norms_ptr, sums_ptr, dk_ptr, table_ptr, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
     first_head, pid, grid, steps,
-    HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, FACTORS: gl.constexpr,
-    HAS_NORMS: gl.constexpr, IN_PARTS: gl.constexpr,
+    HK: gl.constexpr, R: gl.constexpr, HV: gl.constexpr, SUMS: gl.constexpr, HAS_NORMS: gl.constexpr,
+    IN_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and its parts' row sums, from W and dP of the other warpgroup, and half of <S, dS>."""
     dtype: gl.constexpr = k_s.dtype
@@ -405,15 +415,7 @@ def _keys(
     zero_CK = gl.full([_C, _D], 0.0, gl.float32, L_CK)
     dk_CK = zero_CK
     slot, h_k, local = _locate(0, steps, pid, grid, HK, R)
-    word = _word(slot, table_ptr, IN_PARTS)
-    chunk = _chunk(slot, word, IN_PARTS)
-    factors_at = factors_ptr + (chunk.to(gl.int64) * HV + first_head + local) * (FACTORS * _C) + row_K
-    read_C = gl.load(factors_at)
-    write_C = gl.load(factors_at + _C)
-    valid = _valid(word, IN_PARTS)
-    if IN_PARTS:
-        slot1, h_k1, local1 = _locate(1, steps, pid, grid, HK, R)
-        next_word = _word(slot1, table_ptr, IN_PARTS)
+    valid = _valid(_word(slot, table_ptr, IN_PARTS), IN_PARTS)
     for step in range(steps):
         buffer = step % 2
         phase = (step // 2) & 1
@@ -421,11 +423,7 @@ def _keys(
         sums_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + row_K
         states_at = sums_ptr + (slot.to(gl.int64) * H + local) * (SUMS * _C) + SUM_STATES * _C + 8 + row_state
         slot1, h_k1, local1 = _locate(step + 1, steps, pid, grid, HK, R)
-        if not IN_PARTS:
-            next_word = _word(slot1, table_ptr, IN_PARTS)
-            factors_at = factors_ptr + (slot1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
-            next_read_C = gl.load(factors_at)
-            next_write_C = gl.load(factors_at + _C)
+        next_word = _word(slot1, table_ptr, IN_PARTS)
         dv = dv_s.index(buffer)
         w = w_s.index(buffer)
         p = p_s.index(buffer)
@@ -436,6 +434,9 @@ def _keys(
         mbarrier.wait(full.index(0), step & 1)
         left_CK = warpgroup_mma(dv, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
+        # Before the tiles: what has been used by the time that they are handed back came after these.
+        write_C = _row(factors_s.index(1), gl.SliceLayout(1, L_CK))
+        read_C = _row(factors_s.index(0), gl.SliceLayout(1, L_CK))
         product = gl.full([8, _D], 0.0, gl.float32, ROWS)
         for j in gl.static_range(_C // 8, _D // 8):
             x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
@@ -458,13 +459,6 @@ def _keys(
         mbarrier.arrive(empty.index(1), count=1)
         mbarrier.arrive(tokens_empty.index(buffer), count=1)
         right_CK = right_CK * (-write_C)[:, None]
-        if IN_PARTS:
-            chunk1 = _chunk(slot1, next_word, IN_PARTS)
-            factors_at = factors_ptr + (chunk1.to(gl.int64) * HV + first_head + local1) * (FACTORS * _C) + row_K
-            next_read_C = gl.load(factors_at)
-            next_write_C = gl.load(factors_at + _C)
-            slot2, h_k2, local2 = _locate(step + 2, steps, pid, grid, HK, R)
-            later_word = _word(slot2, table_ptr, IN_PARTS)
         gl.store(sums_at + SUM_KEYS_STATE * _C, -gl.sum(right_CK * k_s.load(L_CK).to(gl.float32), 1))
         right_CK = warpgroup_mma(w.permute((1, 0)), k_s, right_CK, is_async=True)
         right_CK = warpgroup_mma(p.permute((1, 0)), q_s, right_CK, is_async=True)
@@ -489,17 +483,13 @@ def _keys(
             if HAS_NORMS:
                 _release(empty.index(2))
             dk_CK = zero_CK
-        read_C = next_read_C
-        write_C = next_write_C
         valid = _valid(next_word, IN_PARTS)
-        if IN_PARTS:
-            next_word = later_word
 
 
 @gluon.jit
 def _gradients_kernel(
-    q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc,
-    factors_ptr, norms_ptr, sums_ptr, dq_ptr, dk_ptr, table_ptr, totals_ptr, scale,
+    q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc, factors_desc,
+    norms_ptr, sums_ptr, dq_ptr, dk_ptr, table_ptr, totals_ptr, scale,
     q_stride_h, k_stride_h, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
     dq_stride_t, dq_stride_g, dq_stride_r, dq_group, dk_stride_t, dk_stride_g, dk_stride_r, dk_group,
     first_head, first_scratch_head, grid,
@@ -510,21 +500,21 @@ def _gradients_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     TILE: gl.constexpr = tma.TILE_16BIT
-    # Four rows a step of `gates` or, with norms, of `factors` from its row 5 on; not all four are used.
-    DECAYS: gl.constexpr = FACTORS if HAS_NORMS else 1
-    DECAYS_AT: gl.constexpr = 5 if HAS_NORMS else 0
+    DECAYS: gl.constexpr = 3 if HAS_NORMS else 1
     pid = gl.program_id(0)
     q_s = gl.allocate_shared_memory(dtype, [_C, _D], TILE)
     k_s = gl.allocate_shared_memory(dtype, [_C, _D], TILE)
     do_s = gl.allocate_shared_memory(dtype, [2, _C, _D], TILE)
     dv_s = gl.allocate_shared_memory(dtype, [2, _C, _D], TILE)
     u_s = gl.allocate_shared_memory(dtype, [2, _D, _C], TILE)
-    decays_s = gl.allocate_shared_memory(gl.float32, [2, 4, _C], tma.TILE_FLOAT32)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2 * DECAYS, 1, _C], tma.TILE_FLOAT32)
+    factors_s = gl.allocate_shared_memory(gl.float32, [3, 1, _C], tma.TILE_FLOAT32)
     state_s = gl.allocate_shared_memory(dtype, [_D, _D], TILE)
     dstate_s = gl.allocate_shared_memory(dtype, [_D, _D], TILE)
     w_s = gl.allocate_shared_memory(dtype, [2, _C, _C], TILE)
     p_s = gl.allocate_shared_memory(dtype, [2, _C, _C], TILE)
-    # Full and empty: of the tokens' tiles (do, dv, u and decays), of W and dP, and of S (0), dS (1), q and k (2).
+    # Full and empty: of the tokens' tiles (do, dv, u and decays), of W and dP, and of S (0), dS and factors (1), q and
+    # k (2).
     tokens_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     tokens_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     pairs_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -547,26 +537,25 @@ def _gradients_kernel(
     gl.warp_specialize(
         [
             (_queries, (
-                q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, w_s, p_s,
+                q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, factors_s, w_s, p_s,
                 tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
-                factors_ptr, norms_ptr, sums_ptr, dq_ptr, table_ptr, scale,
+                norms_ptr, sums_ptr, dq_ptr, table_ptr, scale,
                 dq_stride_t, dq_stride_g, dq_stride_r, dq_group, first_head, pid, grid, steps,
-                HK, R, HV, SUMS, FACTORS, HAS_NORMS, IN_PARTS,
+                HK, R, HV, SUMS, HAS_NORMS, IN_PARTS,
             )),
             (_keys, (
-                q_s, k_s, dv_s, u_s, state_s, dstate_s, w_s, p_s,
+                q_s, k_s, dv_s, u_s, state_s, dstate_s, factors_s, w_s, p_s,
                 tokens_full, tokens_empty, full, empty, pairs_full, pairs_empty,
-                factors_ptr, norms_ptr, sums_ptr, dk_ptr, table_ptr,
+                norms_ptr, sums_ptr, dk_ptr, table_ptr,
                 dk_stride_t, dk_stride_g, dk_stride_r, dk_group, first_head, pid, grid, steps,
-                HK, R, HV, SUMS, FACTORS, HAS_NORMS, IN_PARTS,
+                HK, R, HV, SUMS, HAS_NORMS, IN_PARTS,
             )),
             (_produce, (
-                q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc,
-                q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s,
+                q_desc, k_desc, do_desc, dv_desc, states_desc, dstates_desc, updates_desc, decays_desc, factors_desc,
+                q_s, k_s, do_s, dv_s, u_s, decays_s, state_s, dstate_s, factors_s,
                 tokens_full, tokens_empty, full, empty, table_ptr,
                 q_stride_h, k_stride_h, do_stride_h, dv_stride_g, dv_stride_r, dv_group,
-                first_head, first_scratch_head, pid, grid, steps, HK, R, HV, HS, DECAYS, DECAYS_AT,
-                IN_PARTS,
+                first_head, first_scratch_head, pid, grid, steps, HK, R, HV, HS, FACTORS, HAS_NORMS, IN_PARTS,
             )),
         ],
         [4, 1],
@@ -596,8 +585,9 @@ def gradients(
         tma.heads(q, (CHUNK, 128)), tma.heads(k, (CHUNK, 128)), tma.heads(do, (CHUNK, 128)),
         tma.rows(dv_rows, (CHUNK, 128)), tma.rows(states.view(-1, states.shape[-1]), (128, 128)),
         tma.rows(dstates.view(-1, dstates.shape[-1]), (128, 128)), tma.rows(updates.view(-1, CHUNK), (128, CHUNK)),
-        tma.rows((gates if norms is None else factors).view(-1, CHUNK), (4, CHUNK)),
-        factors, factors if norms is None else norms, sums, dq, dk, part.table, part.used, scale,
+        tma.rows((gates if norms is None else factors).view(-1, CHUNK), (1, CHUNK)),
+        tma.rows(factors.view(-1, CHUNK), (1, CHUNK)), factors if norms is None else norms, sums, dq, dk, part.table,
+        part.used, scale,
         q.stride(1), k.stride(1), do.stride(1), dv.stride(1), dv.stride(2), dv.shape[2],
         *(dq.stride()[:3]), dq.shape[2], *(dk.stride()[:3]), dk.shape[2],
         heads.start, heads.start if HS == HV else 0, grid,
