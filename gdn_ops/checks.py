@@ -135,7 +135,7 @@ def warn_of_heads_first(q: Tensor, v: Tensor, *confirming: object) -> None:
     if _warned_heads_first or any(x is not None for x in confirming):
         return
     # A symbolic size belongs to someone's trace, which no comparison here should narrow.
-    if not isinstance(tokens, int) or tokens >= heads or v.shape[-2] != heads:
+    if not isinstance(tokens, int) or not 0 < tokens < heads or v.shape[-2] != heads:
         return
     _warned_heads_first = True
     warnings.warn(

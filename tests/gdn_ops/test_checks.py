@@ -147,7 +147,8 @@ def test_calls_that_cannot_be_heads_first_say_nothing(not_yet_warned):
     q, k, v, g, beta = in_order()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gdn_ops.chunk_gated_delta_rule(*in_order(8))
+        for num_tokens in (0, 8):
+            gdn_ops.chunk_gated_delta_rule(*in_order(num_tokens))
         gdn_ops.chunk_gated_delta_rule(q[:, :, :4], k[:, :, :4], v, g, beta)
         gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=torch.zeros(1, 8, D, D))
         gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta, use_gate_in_kernel=True, A_log=torch.zeros(8))
