@@ -355,7 +355,10 @@ def _queries(
         mbarrier.wait(full.index(0), step & 1)
         query_CK = warpgroup_mma(do, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
+        # In front of a barrier, behind which no load moves, and of the tiles' loads: those are used before dS is handed
+        # back, and a warp's loads come in order.
         query_C = _row(factors_s.index(2), gl.SliceLayout(1, L_CK))
+        barrier()
         product = gl.full([8, _D], 0.0, gl.float32, ROWS)
         for j in gl.static_range(_C // 8):
             x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
@@ -434,9 +437,10 @@ def _keys(
         mbarrier.wait(full.index(0), step & 1)
         left_CK = warpgroup_mma(dv, state_s, zero_CK, use_acc=False, is_async=True)
         mbarrier.wait(full.index(1), step & 1)
-        # Before the tiles: what has been used by the time that they are handed back came after these.
-        write_C = _row(factors_s.index(1), gl.SliceLayout(1, L_CK))
+        # As in `_queries`.
         read_C = _row(factors_s.index(0), gl.SliceLayout(1, L_CK))
+        write_C = _row(factors_s.index(1), gl.SliceLayout(1, L_CK))
+        barrier()
         product = gl.full([8, _D], 0.0, gl.float32, ROWS)
         for j in gl.static_range(_C // 8, _D // 8):
             x = state_flat.slice(j * 8, 8).load(ROWS).to(gl.float32)
