@@ -163,13 +163,18 @@ def consume(
         if OUTPUT:
             o_MC = warpgroup_mma(operand_MK, q_s.index(stage).permute((1, 0)), zero_MC, use_acc=False, is_async=True)
         if STATES:
-            store_wait(0)
+            # All but the outputs' store, which is the latest.
+            store_wait(1 if OUTPUT else 0)
             state_s.store(rounded_MK)
         v_MC = v_s.index(2 * stage + half).permute((1, 0)).load(L_MC).to(gl.float32)
         factors = factors_s.index(stage)
         read_C = factors.slice(0, 1).load(L_MC)
         write_C = factors.slice(1, 1).load(L_MC)
-        if OUTPUT:
+        if OUTPUT and STATES:
+            # The state is no result of these products, but where its decay may come before this wait, ptxas puts one of
+            # its own there, for all of them.
+            r_MC, state_MK = warpgroup_mma_wait(1, deps=[r_MC, state_MK])
+        elif OUTPUT:
             r_MC = warpgroup_mma_wait(1, deps=[r_MC])
         else:
             r_MC = warpgroup_mma_wait(0, deps=[r_MC])
@@ -204,7 +209,8 @@ def consume(
             async_store(updates_desc, [row, 0], u_s)
             async_store(states_desc, [row, 0], state_s)
         if OUTPUT:
-            store_wait(0)
+            # All but this chunk's updates and states.
+            store_wait(2 if STATES else 0)
             o_s.permute((1, 0)).store(o_MC.to(dtype))
             if token + _C <= last:
                 fence_async_shared()
