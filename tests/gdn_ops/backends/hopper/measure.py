@@ -94,7 +94,7 @@ ACCURACY: dict[str, dict[str, Any]] = {
     "cut norm": {"HK": 1, "HV": 4, "bounds": LONG, "norm": True, "gate": True, "sigmoid": True, "initial": True},
     "cut fp16": {"HK": 2, "HV": 4, "bounds": LONG, "dtype": torch.float16, "initial": True},
     "cut batch": {"HK": 2, "HV": 4, "B": 2, "T": 2500},
-    "cut stretches": {"HK": 8, "HV": 16, "bounds": bounds_of([6200, 1, 3100]), "decay": "weak", "initial": True},
+    "cut stretches": {"HK": 8, "HV": 16, "bounds": bounds_of([7500, 1, 3700]), "decay": "weak", "initial": True},
 }
 
 

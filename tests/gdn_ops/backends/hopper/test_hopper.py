@@ -21,7 +21,6 @@ import gdn_ops
 from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper import summaries
-from gdn_ops.backends.hopper.chunks import chunk_table
 from gdn_ops.bench import accuracy
 from gdn_ops.shapes import Inputs, Options, packed_width, segment_rule, sizes
 
@@ -176,15 +175,6 @@ def test_cut_cases_are_cut() -> None:
         assert rule.is_split
         assert rule.num_cuts > 0
         assert inputs.q.shape[1] // 64 >= 3 * rule.chunks // 2
-
-
-def test_a_case_is_computed_again_in_stretches() -> None:
-    """Of whose segments the forward leaves states inside; the tests above and below run it."""
-    inputs, _, _ = oracle.make(**measure.ACCURACY["cut stretches"])
-    s = sizes(inputs)
-    rule = segment_rule(s)
-    chunks = chunk_table(inputs.cu_seqlens, s.N, s.T, s.num_chunks, rule, inputs.q)
-    assert (chunks.stretches[:, 5] >= rule.num_cuts).sum() >= 4
 
 
 @pytest.mark.parametrize("name", CUT_CASES)

@@ -344,6 +344,14 @@ def test_one_long_document_fills_the_chip(HV: int) -> None:
         assert rule.num_left * HV <= 3 * 132
 
 
+def test_a_case_for_the_gpu_is_computed_again_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whose segments the forward leaves states inside; `test_hopper.py` runs it."""
+    monkeypatch.setattr(shapes, "_LEAST_SEGMENT_CHUNKS", 16)
+    chunks, rule, _ = layout_of(measure.ACCURACY["cut stretches"])
+    assert rule.is_split
+    assert (chunks.stretches[:, 5] >= rule.num_cuts).sum() >= 4, "that start inside a segment"
+
+
 @pytest.mark.parametrize("chains", [48, 0], ids=["segments", "documents"])
 def test_context_parallel_summaries_stop_at_the_states(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents over three ranks: summaries without outputs, results and gradients as of one rank."""
