@@ -220,7 +220,12 @@ def _gradients_kernel(
             column = tl.load(factors + 4 * CHUNK + offs_t)
             total = tl.load(gate_ptr + row * CHUNK + CHUNK - 1)
             k_CK = load_rows(k_head_ptr, stride_kt, length, offs_k, K, zero)
-            part_CK = part_CK * tl.exp2(total - column)[:, None]
+            apart: tl.constexpr = NORM and DTYPE == tl.float32
+            if apart:  # the table then has the norms' logarithms alone
+                gate_t = tl.load(gate_ptr + row * CHUNK + offs_t)
+                part_CK = part_CK * tl.exp2((total - gate_t) - column)[:, None]
+            else:
+                part_CK = part_CK * tl.exp2(total - column)[:, None]
             written = tl.sum(k_CK.to(tl.float32) * part_CK, 1)
             right_CK += part_CK * beta[:, None]
 
@@ -232,7 +237,11 @@ def _gradients_kernel(
             pair_RC = tl.dot(qk_RK, tl.trans(k_CK), input_precision=PRECISION)
             gate_r = tl.load(factors + tl.where(of_key, 6 * CHUNK, 5 * CHUNK) + offs_r % CHUNK)
             causal = offs_r[:, None] - tl.where(of_key, CHUNK + 1, 0)[:, None] >= offs_t[None, :]
-            decay_RC = tl.exp2(tl.where(causal, gate_r[:, None] - column[None, :], float("-inf")))
+            exponent_RC = gate_r[:, None] - column[None, :]
+            if apart:
+                gates_r = tl.load(gate_ptr + row * CHUNK + offs_r % CHUNK)
+                exponent_RC += gates_r[:, None] - gate_t[None, :]
+            decay_RC = tl.exp2(tl.where(causal, exponent_RC, float("-inf")))
             own_r = tl.sum(tl.where(offs_r[:, None] == offs_t[None, :] + CHUNK, z_RC, 0.0), 1)
             z_RC = z_RC * tl.where(of_key, -1.0, scale)[:, None] * decay_RC
             pair_z_RC = pair_RC * z_RC

@@ -14,6 +14,7 @@ exponents of 2^(G_i - G_j) r_i r_j.
 Grid: NT * HK programs. On chip: one tile of q and of k, the [C, C] product.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,8 +68,11 @@ def write_strength(beta_ptr, offs, mask, SIGMOID: tl.constexpr, DOUBLE: tl.const
 
 
 @triton.jit
-def store_factors(factor_ptr, gate, norm_q, norm_k, beta, mask, scale):
-    """Write one (chunk, value head) entry of the factor table."""
+def store_factors(factor_ptr, gate, norm_q, norm_k, beta, mask, scale, APART: tl.constexpr):
+    """Write one (chunk, value head) entry of the factor table.
+
+    APART: the norms' logarithms by themselves, without the gate, beside which they lose digits where it is large.
+    """
     offs_t = tl.arange(0, CHUNK)
     total = tl.sum(tl.where(offs_t == CHUNK - 1, gate, 0.0), 0)
     decay = tl.exp2(gate)
@@ -78,9 +82,10 @@ def store_factors(factor_ptr, gate, norm_q, norm_k, beta, mask, scale):
     tl.store(factor_ptr + 3 * CHUNK + offs_t, beta)
     log2_norm_q = tl.log2(tl.where(mask, norm_q, 1.0))
     log2_norm_k = tl.log2(tl.where(mask, norm_k, 1.0))
-    tl.store(factor_ptr + 4 * CHUNK + offs_t, gate - log2_norm_k)
-    tl.store(factor_ptr + 5 * CHUNK + offs_t, gate + log2_norm_q)
-    tl.store(factor_ptr + 6 * CHUNK + offs_t, gate + log2_norm_k)
+    with_norms = gate * 0.0 if APART else gate
+    tl.store(factor_ptr + 4 * CHUNK + offs_t, with_norms - log2_norm_k)
+    tl.store(factor_ptr + 5 * CHUNK + offs_t, with_norms + log2_norm_q)
+    tl.store(factor_ptr + 6 * CHUNK + offs_t, with_norms + log2_norm_k)
 
 
 @triton.jit
@@ -143,7 +148,8 @@ def _scores_kernel(
             beta = write_strength(beta_ptr, offs_g + head, mask_t, SIGMOID, DOUBLE)
             row = chunk * HV + head
             tl.store(gate_ptr + row * CHUNK + offs_t, gate)
-            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale)
+            apart: tl.constexpr = NORM and DTYPE == tl.float32
+            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale, apart)
             decay_CC = tl.exp2(tl.where(causal, gate[:, None] - gate[None, :], 0.0))
             score_CC = tl.where(causal, qk_CC * decay_CC * beta[None, :], 0.0)
             score_row_ptr = score_ptr + row * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :]
@@ -154,7 +160,7 @@ def _scores_kernel(
 def _factors_kernel(
     beta_ptr, chunk_ptr, norm_ptr, gate_ptr, factor_ptr, scale, T,
     HK: tl.constexpr, HV: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
-    EARLY: tl.constexpr = 0,
+    APART: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
     chunk = (tl.program_id(0) // HK).to(tl.int64)
@@ -177,7 +183,7 @@ def _factors_kernel(
             row = chunk * HV + head
             gate = tl.load(gate_ptr + row * CHUNK + offs_t)
             beta = write_strength(beta_ptr, offs_g + head, mask_t, SIGMOID, DOUBLE)
-            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale)
+            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale, APART)
 
 
 def scores(
@@ -210,6 +216,6 @@ def factors_from_saved(
         _factors_kernel, sizes.num_chunks * sizes.HK,
         (inputs.beta, chunks, norms, gates, factors, options.scale, sizes.T),
         dict(HK=sizes.HK, HV=sizes.HV, NORM=options.use_qk_l2norm, SIGMOID=options.use_beta_sigmoid,
-             DOUBLE=options.allow_neg_eigval),
+             DOUBLE=options.allow_neg_eigval, APART=options.use_qk_l2norm and inputs.q.dtype == torch.float32),
         _FACTORS.num_warps, _FACTORS.num_stages,
     )  # fmt: skip

@@ -208,6 +208,12 @@ def zero_key_tokens_in_float16() -> bool:
     return all(harness.relative_error(got[n], want[n]) < 4e-3 for n in want)
 
 
+def norms_lose_nothing_to_gates() -> bool:
+    """A token's own pair decays by nothing, so its norm must not be rounded beside a cumulative gate (1.2e-4 then)."""
+    errors = harness.errors(Case(norm=True, g_values=(-100.0,)))
+    return max(errors[name] for name in ("o", "dq", "dk", "dv", "dbeta")) < 1e-6
+
+
 def _with_parallel_keys(case: Case, noise: float, seed: int) -> tuple:
     made = harness.make(case)
     generator = torch.Generator().manual_seed(seed)
@@ -263,7 +269,7 @@ CHECKS = (
     strides_change_no_bit, save_levels_change_no_bit, turns_change_no_bit, rest_of_the_row_is_untouched,
     document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero, tma_changes_no_bit,
     launch_numbers_of_blackwell, no_tokens, zero_key_tokens_in_float16, dbeta_with_parallel_keys,
-    parallel_keys_add_nothing_up_in_the_state, chunks_of_parallel_keys_are_marked,
+    parallel_keys_add_nothing_up_in_the_state, chunks_of_parallel_keys_are_marked, norms_lose_nothing_to_gates,
 )  # fmt: skip
 
 if __name__ == "__main__":
