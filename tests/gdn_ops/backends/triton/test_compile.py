@@ -267,6 +267,6 @@ def test_amd_compiles(launches, dtype):
 @pytest.mark.slow
 def test_float32_compiles_for_hopper(launches):
     # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
-    # gradients: 2928 with Triton 3.6 (3060 before e dS was kept as it is stored), 3692 with 3.9 (3596).
-    spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3712}
+    # gradients: 3048 with Triton 3.6, 3892 with 3.9 (2928 and 3692 while norms shared an exponent with gates).
+    spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3904}
     _check(launches(torch.float32, hopper=True), spills)
