@@ -115,7 +115,7 @@ def sizes(inputs: Inputs) -> Sizes:
 #
 # A GPU runs a document's recurrence as one chain a value head, on one multiprocessor. These numbers say when documents
 # are cut into segments so that there are enough of them, and segments into stretches for what the backward computes
-# again; docs/kernels_hopper.md, "Segments", has the figures.
+# again; docs/experiments.md, "Segments", has the figures.
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM). A constant, so that a call is cut the same way wherever it runs."""
@@ -231,7 +231,7 @@ def segment_rule(s: Sizes) -> SegmentRule:
 #
 # Every chunk's state, its gradient and its updates are written to memory and read back by another kernel. What that
 # takes is bounded by going through the heads in groups and through the documents in parts, in the same memory;
-# docs/kernels_hopper.md, "Memory", has the figures.
+# docs/kernels_hopper.md, "Memory", and docs/experiments.md have the figures.
 
 MOST_PARTS = 8
 """A power of two: parts lie along an axis of a kernel's tile."""

@@ -16,7 +16,7 @@ What keeps the order of a stream, for every kernel whose last parameter is `EARL
    before the others are started (`warp_specialize`), is enough.
 3. No kernel asks for its successor before its end (`griddepcontrol.launch_dependents`). Programs that wait take up
    shared memory and registers for as long as the kernel before them runs: a step took 1 to 2 % more
-   (docs/kernels_hopper.md), and communication on another stream found no place.
+   (docs/experiments.md), and communication on another stream found no place.
 4. What comes next need not know: a kernel launched as usual, an event, a copy or another stream waits for the end of
    the kernel, as ever.
 

@@ -26,7 +26,7 @@ from gdn_ops.shapes import CHUNK
 class _Pass(NamedTuple):
     """A recurrence: microseconds a chunk of a chain takes at least, and kilobytes it moves.
 
-    H200, 2026-11-30, one document of 32768 tokens with 48 heads of 128 (docs/kernels_hopper.md, Times).
+    H200, 2026-11-30, one document of 32768 tokens with 48 heads of 128 (docs/experiments.md, Segments).
     """
 
     microseconds: float

@@ -89,7 +89,7 @@ def test_every_case_compiles_for_sm_90() -> None:
 @pytest.mark.slow
 def test_where_ptxas_puts_waits_for_products_in() -> None:
     """Where it does, products run one after the other. In `forward` without states, alone or beside `reverse`, that
-    was found to cost nothing (docs/kernels_hopper.md)."""
+    was found to cost nothing (docs/experiments.md)."""
     kernels = compile_offline("stretches", "parts", "states_long", waits=True)
     assert {x["name"] for x in kernels} >= TENSOR_CORE_KERNELS - {"_walk_tma_kernel"}
     found = {(x["name"], x["case"] == "states_long") for x in kernels if x["injected"] > 0}
