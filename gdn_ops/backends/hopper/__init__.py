@@ -13,6 +13,7 @@ What the caller gives is read where it lies, through TMA descriptors; nothing is
 gradient targets that no descriptor can describe.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from gdn_ops import settings, shapes
 from gdn_ops.backends.hopper import tma
-from gdn_ops.backends.hopper.chunks import Chunks, Part, chunk_table, clear_ownerless
+from gdn_ops.backends.hopper.chunks import Chunks, Part, chunk_table, clear_ownerless, table_shapes
 from gdn_ops.backends.hopper.epilogue import epilogue, gate_sums
 from gdn_ops.backends.hopper.forward import begin, forward
 from gdn_ops.backends.hopper.gates import NUM_FACTORS, NUM_FACTORS_NORM, gates
@@ -42,7 +43,6 @@ from gdn_ops.shapes import (
     Saved,
     SegmentRule,
     Sizes,
-    part_chunks,
     scratch_bytes_of,
     sizes,
 )
@@ -330,11 +330,11 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
     address, which is copied.
     """
     s = sizes(inputs)
+    if s.T * s.B == 0 or s.N == 0:
+        return 0
     rule = settings.segments(s)
-    num_parts = rule.parts if rule.parts > 1 else 0
-    num_slots = part_chunks(s.B * s.T, s.N, num_parts) if num_parts else 0
-    num_stretches = 2 * (s.N + rule.num_cuts) + (0 if num_parts else rule.num_left)
-    tables = (s.num_chunks * 4 + (num_stretches + num_parts * s.N) * 8 + num_parts * (num_slots + 1) * 4 + s.N * 4) * 4
+    shapes_of_tables = table_shapes(s.N, s.B * s.T, s.num_chunks, rule)
+    tables = 4 * sum(math.prod(shape) for shape in shapes_of_tables.values())
     factors = s.num_chunks * s.HV * (NUM_FACTORS_NORM if options.use_qk_l2norm else NUM_FACTORS) * CHUNK * 4
     prepared = s.num_chunks * s.HV * (CHUNK * 4 + 2 * CHUNK * CHUNK * 2)
     if options.use_qk_l2norm:
@@ -350,8 +350,8 @@ def scratch_bytes(inputs: Inputs, options: Options, *, backward: bool, save: str
         at_once = save == "states" or _is_at_once(s, is_chained)
         heads = len(head_groups(s, at_once)[0])
         rows = s.num_chunks
-        if num_parts and not at_once:
-            rows = num_slots
+        if rule.parts > 1 and not at_once:
+            rows = shapes_of_tables["slots"][1]
             total += (s.N + (0 if save == "solve" else rule.num_left)) * s.HV * s.V * s.K * 4
         kept = rows * heads * s.V * (s.K + CHUNK) * 2 if save == "states" else 0
         total += scratch_bytes_of(rows, heads, s.K, s.V) - kept

@@ -330,25 +330,33 @@ def _chunk_table_kernel(
                 tl.store(stretches_ptr + r * 8 + field, nothing + 0 * r, mask=r < N + NC + NL)
 
 
+def table_shapes(num_documents: int, num_tokens: int, num_chunks: int, rule: SegmentRule) -> dict[str, tuple[int, ...]]:
+    """The shape of each field of `Chunks`."""
+    parts = rule.parts if rule.parts > 1 else 0
+    num_left = 0 if parts else rule.num_left
+    num_slots = part_chunks(num_tokens, num_documents, parts) if parts else 0
+    return {
+        "table": (num_chunks, 4),
+        "segments": (num_documents + rule.num_cuts, 8),
+        "stretches": (num_documents + rule.num_cuts + num_left, 8),
+        "cuts": (num_documents, 2),
+        "totals": (2,),
+        "slots": (parts, num_slots, 4),
+        "pieces": (parts, num_documents, 8),
+        "counts": (parts, 4),
+        "order": (2 * num_documents,),
+    }
+
+
 def chunk_table(
     cu_seqlens: Tensor | None, num_documents: int, num_tokens: int, num_chunks: int, rule: SegmentRule, like: Tensor
 ) -> Chunks:
     """Lay out the chunks, segments, stretches and parts of one call; `num_chunks` is the upper bound NT. One launch, no
     synchronisation."""
-    parts = rule.parts if rule.parts > 1 else 0
+    shapes = table_shapes(num_documents, num_tokens, num_chunks, rule)
+    chunks = Chunks(**{name: like.new_empty(shape, dtype=torch.int32) for name, shape in shapes.items()})
+    parts, num_slots, _ = shapes["slots"]
     num_left = 0 if parts else rule.num_left
-    num_slots = part_chunks(num_tokens, num_documents, parts) if parts else 0
-    chunks = Chunks(
-        table=like.new_empty((num_chunks, 4), dtype=torch.int32),
-        segments=like.new_empty((num_documents + rule.num_cuts, 8), dtype=torch.int32),
-        stretches=like.new_empty((num_documents + rule.num_cuts + num_left, 8), dtype=torch.int32),
-        cuts=like.new_empty((num_documents, 2), dtype=torch.int32),
-        totals=like.new_empty((2,), dtype=torch.int32),
-        slots=like.new_empty((parts, num_slots, 4), dtype=torch.int32),
-        pieces=like.new_empty((parts, num_documents, 8), dtype=torch.int32),
-        counts=like.new_empty((parts, 4), dtype=torch.int32),
-        order=like.new_empty((2 * num_documents,), dtype=torch.int32),
-    )
     launch(
         _chunk_table_kernel, (num_documents + 1,),
         cu_seqlens, *chunks, num_tokens, num_documents, num_chunks, rule.num_cuts, num_left, num_slots,

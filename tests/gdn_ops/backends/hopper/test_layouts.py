@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
-from gdn_ops.backends.hopper import tma
-from gdn_ops.shapes import Inputs, Options, sizes
+from gdn_ops.backends.hopper import chunks, tma
+from gdn_ops.backends.hopper.gates import NUM_FACTORS
+from gdn_ops.shapes import CHUNK, Inputs, Options, sizes
 
 OPTIONS = Options(128**-0.5)
 
@@ -128,3 +129,23 @@ def test_scratch_bytes_of_the_main_shape() -> None:
     assert hopper.scratch_bytes(inputs, OPTIONS, backward=True, save="inputs") > backward + 0.4e9
     with settings.configure(backward_bytes=10**10):
         assert 2.1e9 < hopper.scratch_bytes(inputs, OPTIONS, backward=True) < 2.2e9
+
+
+@pytest.mark.parametrize(("N", "HV", "parts"), [(1, 8, 1), (1, 48, 1), (2, 32, 1), (5, 48, 3)], ids=str)
+def test_scratch_bytes_count_every_table(N: int, HV: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that saves all it prepares needs its factors, and the tables to the byte."""
+    monkeypatch.setattr(chunks, "launch", lambda *args, **options: None)
+    cu = torch.empty(N + 1, dtype=torch.int32, device="meta")
+    inputs = inputs_of(T=32768, HK=HV // 4, HV=HV)._replace(cu_seqlens=cu)
+    s = sizes(inputs)
+    rule = settings.segments(s)
+    assert (rule.parts, rule.num_cuts > 0, rule.num_left > 0) == (parts, N == 1, HV != 8)
+    made = chunks.chunk_table(cu, s.N, s.T, s.num_chunks, rule, inputs.q)
+    factors = s.num_chunks * HV * NUM_FACTORS * CHUNK * 4
+    told = hopper.scratch_bytes(inputs, OPTIONS, backward=False)
+    assert told - factors == sum(x.numel() * x.element_size() for x in made)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_scratch_bytes_of_a_call_without_tokens(backward: bool) -> None:
+    assert hopper.scratch_bytes(inputs_of(T=0), OPTIONS, backward=backward) == 0
