@@ -1,7 +1,6 @@
 """How many bytes a call keeps and needs, answered from shapes alone: nothing is run and no device is needed."""
 
 import importlib
-from typing import Any
 
 import torch
 
@@ -50,23 +49,6 @@ def _save_level(save: str | None) -> str:
     if save not in SAVE_LEVELS:
         raise ValueError(f"save: expected one of {SAVE_LEVELS}, got {save!r}")
     return save
-
-
-def _refusal(backend: str, module: Any, inputs: Inputs) -> str | None:
-    """What `unsupported_reason` says of such a call on every GPU."""
-    dtype, K, V = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1]
-    if backend == "hopper":
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"needs bfloat16 or float16, got {dtype}"
-        if (K, V) != (module.HEAD_SIZE, module.HEAD_SIZE):
-            return f"needs heads of {module.HEAD_SIZE} channels, got K = {K}, V = {V}"
-        return None
-    if dtype not in module.TRITON_DTYPES:
-        return f"dtype {dtype} (supported: bfloat16, float16, float32)"
-    for name, size in (("K", K), ("V", V)):
-        if not module.MIN_HEAD_DIM <= size <= module.MAX_HEAD_DIM:
-            return f"head size {name} = {size} (supported: {module.MIN_HEAD_DIM} to {module.MAX_HEAD_DIM})"
-    return None
 
 
 def saved_bytes(
@@ -129,7 +111,7 @@ def scratch_bytes(
     )
     save = _save_level(save)
     module = importlib.import_module(f"gdn_ops.backends.{backend}")
-    reason = _refusal(backend, module, inputs)
+    reason = module.unsupported_operands(inputs)
     if reason is not None:
         raise ValueError(f"backend: {backend} does not take such a call: {reason}")
     if backend == "hopper":

@@ -57,15 +57,24 @@ and two groups would pay it twice."""
 _SETTING_CHANGED = "the setting cut_documents or backward_bytes changed between a forward and its backward"
 
 
+def unsupported_operands(inputs: Inputs) -> str | None:
+    """Why these kernels take no operands of such dtypes and heads, on whatever device and at whatever strides."""
+    dtype, K, V = inputs.q.dtype, inputs.k.shape[-1], inputs.v.shape[-1]
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {dtype}"
+    if (K, V) != (HEAD_SIZE, HEAD_SIZE):
+        return f"needs heads of {HEAD_SIZE} channels, got K = {K}, V = {V}"
+    return None
+
+
 def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
     """Why these kernels cannot run a call (another backend then takes it), or None."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if not _is_hopper(q.device):
         return f"needs an NVIDIA GPU of compute capability 9.0, got {q.device}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, got {q.dtype}"
-    if k.shape[-1] != HEAD_SIZE or v.shape[-1] != HEAD_SIZE:
-        return f"needs heads of {HEAD_SIZE} channels, got K = {k.shape[-1]}, V = {v.shape[-1]}"
+    reason = unsupported_operands(inputs)
+    if reason is not None:
+        return reason
     if q.shape[0] * q.shape[1] == 0:
         return None
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -44,14 +44,23 @@ A turn costs little: reverse.py runs two recurrences side by side, so half of th
 """
 
 
+def unsupported_operands(inputs: Inputs) -> str | None:
+    """Why this backend takes no operands of such dtypes and heads, on whatever device and at whatever strides."""
+    dtype = inputs.q.dtype
+    if dtype not in TRITON_DTYPES:
+        return f"dtype {dtype} (supported: bfloat16, float16, float32)"
+    for name, size in (("K", inputs.q.shape[3]), ("V", inputs.v.shape[3])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"head size {name} = {size} (supported: {MIN_HEAD_DIM} to {MAX_HEAD_DIM})"
+    return None
+
+
 def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
     """Why this backend cannot run a call, or None."""
     q, v = inputs.q, inputs.v
-    if q.dtype not in TRITON_DTYPES:
-        return f"dtype {q.dtype} (supported: bfloat16, float16, float32)"
-    for name, size in (("K", q.shape[3]), ("V", v.shape[3])):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"head size {name} = {size} (supported: {MIN_HEAD_DIM} to {MAX_HEAD_DIM})"
+    reason = unsupported_operands(inputs)
+    if reason is not None:
+        return reason
     for x in (q, inputs.k, v):
         if x.stride(1) * CHUNK >= 2**31:
             return f"token stride {x.stride(1)} (supported: below {2**31 // CHUNK} elements)"
