@@ -355,7 +355,7 @@ def _own_gradients(
         saved = saved_matrices(Saved(norms, gates, solve, scores, states, updates, checkpoints), inputs)
         if saved.gates.shape[0] == 0:
             inputs, saved_table = inputs._replace(cu_seqlens=segments), table
-        ready = summaries.hopper.Scratch(*scratch) if scratch else None
+        ready = summaries.hopper.Scratch.of(scratch) if scratch else None
         summaries.segments_bwd(dstates, do, end, saved_table, inputs, saved, chosen, ready)
     else:
         end = None if dfinal_state is None else _between(rows(dfinal_state, ends))

@@ -57,7 +57,7 @@ def _prepare(
         return ()
     out = allocate_chunk_fwd(inputs, output_final_state=False, use_qk_l2norm=chosen.use_qk_l2norm, save="solve")
     scratch = backend.chunk_prepare(out, inputs, chosen)
-    return *out.returned[2 : 2 + _NUM_SHARED], *scratch
+    return *out.returned[2 : 2 + _NUM_SHARED], *scratch.tensors
 
 
 def _forward(
@@ -74,7 +74,7 @@ def _forward(
     solve, scores = (x.unflatten(-1, (CHUNK, CHUNK)) for x in (solve, scores))
     out = out._replace(norms=norms.unflatten(-1, (2, -1)), gates=gates, solve=solve, scores=scores)
     backend = backend_for(inputs, chosen)
-    backend.chunk_fwd(out, inputs, chosen, save, backend.Scratch(*scratch))
+    backend.chunk_fwd(out, inputs, chosen, save, backend.Scratch.of(scratch))
     o, final_state, _, _, _, _, *states = out.returned
     return o, final_state, *states
 
@@ -91,7 +91,7 @@ def _prepare_backward(
         return ()
     saved, tables = _split(tensors)
     found, scratch = backend.chunk_prepare_bwd(inputs, saved_matrices(saved, inputs), chosen, tables)
-    made = scratch[:1] if tables else tuple(scratch)
+    made = (scratch.factors,) if tables else scratch.tensors
     if saved.gates.shape[0]:
         return made
     return *(x.flatten(-2) if x.dim() == 4 else x for x in found[:_NUM_SHARED]), *made
@@ -106,7 +106,7 @@ def _states(
     chosen = _ready_options(Options(**options))
     backend = backend_for(inputs, chosen)
     saved, scratch = _split(tensors)
-    return backend.chunk_states(inputs, saved_matrices(saved, inputs), chosen, backend.Scratch(*scratch)) or ()
+    return backend.chunk_states(inputs, saved_matrices(saved, inputs), chosen, backend.Scratch.of(scratch)) or ()
 
 
 def _gradients(
@@ -126,7 +126,7 @@ def _gradients(
     backend.chunk_bwd(
         out._replace(dq=dq, dk=dk, dv=dv), _ready_gradient(do),
         None if dfinal_state is None else dfinal_state.contiguous(), inputs, saved_matrices(saved, inputs), chosen,
-        backend.Scratch(*scratch), None if states is None or updates is None else (states, updates),
+        backend.Scratch.of(scratch), None if states is None or updates is None else (states, updates),
     )  # fmt: skip
     return tuple(out) if row is None else (row, *out[3:])
 

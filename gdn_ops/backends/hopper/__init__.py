@@ -90,24 +90,26 @@ def unsupported_reason(inputs: Inputs, options: Options) -> str | None:
 class Scratch(NamedTuple):
     """What the kernels of a call read beside what is saved, for calls that come in parts (`chunk_prepare` and others).
 
-    factors: `gates`; the others are `Chunks`.
+    factors: of `gates`; chunks: where chunks and segments lie.
     """
 
     factors: Tensor
-    table: Tensor
-    segments: Tensor
-    stretches: Tensor
-    cuts: Tensor
-    totals: Tensor
-    slots: Tensor
-    pieces: Tensor
-    counts: Tensor
-    order: Tensor
+    chunks: Chunks
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "Scratch":
+        """From what `tensors` gave."""
+        return Scratch(tensors[0], Chunks(*tensors[1:]))
 
     @property
-    def chunks(self) -> Chunks:
-        """Where chunks and segments lie."""
-        return Chunks(*self[1:])
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, the factors first."""
+        return self.factors, *self.chunks
+
+
+def _no_scratch(like: Tensor) -> Scratch:
+    """Of a call without tokens."""
+    return Scratch.of([like.new_empty((0,)) for _ in range(1 + len(Chunks._fields))])
 
 
 def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Scratch:
@@ -116,11 +118,11 @@ def chunk_prepare(out: Forward, inputs: Inputs, options: Options) -> Scratch:
     if s.T * s.B == 0 or s.N == 0:
         for x in (out.norms, out.gates, out.solve, out.scores):
             x.zero_()
-        return Scratch(*(out.gates.new_empty((0,)) for _ in Scratch._fields))
+        return _no_scratch(out.gates)
     with on_device(inputs.q):
         q, k = flat(inputs.q), flat(inputs.k)
         chunks = _chunks(inputs, s)
-        return Scratch(_prepare(q, k, inputs, options, s, chunks, out.saved).factors, *chunks)
+        return Scratch(_prepare(q, k, inputs, options, s, chunks, out.saved).factors, chunks)
 
 
 def chunk_prepare_bwd(
@@ -132,7 +134,7 @@ def chunk_prepare_bwd(
     """
     s = sizes(inputs)
     if s.T * s.B == 0 or s.N == 0:
-        return saved, Scratch(*(saved.gates.new_empty((0,)) for _ in Scratch._fields))
+        return saved, _no_scratch(saved.gates)
     with on_device(inputs.q):
         q, k = flat(inputs.q), flat(inputs.k)
         chunks = Chunks(*tables) if tables else _chunks(inputs, s)
@@ -146,7 +148,7 @@ def chunk_prepare_bwd(
         kept = _prepare(q, k, inputs, options, s, chunks, None, saved)
         norms = saved.norms if kept.norms is None else kept.norms.view(s.B, s.T, 2, s.HK)
         filled = saved._replace(norms=norms, gates=kept.gates, solve=kept.solve, scores=kept.scores)
-        return filled, Scratch(kept.factors, *chunks)
+        return filled, Scratch(kept.factors, chunks)
 
 
 def chunk_states(inputs: Inputs, saved: Saved, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor] | None:

@@ -26,6 +26,14 @@ class Scratch(NamedTuple):
     factors: Tensor
     more: Tensor
 
+    @staticmethod
+    def of(tensors):
+        return Scratch(*tensors)
+
+    @property
+    def tensors(self):
+        return tuple(self)
+
 
 @pytest.fixture
 def shared(monkeypatch):
