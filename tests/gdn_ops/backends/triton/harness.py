@@ -204,6 +204,78 @@ def expected(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) ->
     return result
 
 
+class _Rounded(torch.autograd.Function):
+    """A product whose operands are rounded to a dtype, in its derivatives too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.dtype = dtype
+        return a.to(dtype).double() @ b.to(dtype).double()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = (x.to(ctx.dtype).double() for x in ctx.saved_tensors)
+        d = d.to(ctx.dtype).double()
+        return d @ b.mT, a.mT @ d, None
+
+
+def eager(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> dict[str, Tensor]:
+    """The same of one document by the chunk form as plain torch code has it, under autograd: operands of products in
+    the case's dtype, everything else in float64. What an independent computation in that dtype errs by."""
+    inputs, options, do, dfinal_state = made
+    leaves = {
+        name: x.detach().double().requires_grad_()
+        for name, x in inputs._asdict().items()
+        if x is not None and name != "cu_seqlens"
+    }
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return _Rounded.apply(a, b, case.dtype)
+
+    q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
+    if options.use_qk_l2norm:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(case.HV // case.HK, 2) for x in (q, k))
+    if options.use_beta_sigmoid:
+        beta = beta.sigmoid() * (2 if options.allow_neg_eigval else 1)
+    state = leaves["initial_state"][0]
+    outputs = []
+    for t in range(0, case.num_tokens, 64):
+        q_c, k_c, v_c = (x[0, t : t + 64].transpose(0, 1) for x in (q, k, v))
+        gate, beta_c = g[0, t : t + 64].t().cumsum(-1), beta[0, t : t + 64].t()
+        decay = (gate[:, :, None] - gate[:, None, :]).tril().exp().tril()
+        system = torch.eye(decay.shape[-1], dtype=torch.float64, device=q.device)
+        system = system + beta_c[:, :, None] * (decay * product(k_c, k_c.mT)).tril(-1)
+        solve = torch.linalg.solve_triangular(system, torch.diag_embed(beta_c), upper=False, unitriangular=True)
+        read = gate.exp()[:, :, None]
+        u = product(solve, v_c - read * product(k_c, state))
+        scores = options.scale * decay * product(q_c, k_c.mT)
+        outputs.append(options.scale * read * product(q_c, state) + product(scores, u))
+        write = (gate[:, -1:] - gate).exp()[:, :, None]
+        state = gate[:, -1, None, None].exp() * state + product((write * k_c).mT, u)
+    o = torch.cat(outputs, 1).transpose(0, 1)[None]
+    assert dfinal_state is not None
+    torch.autograd.backward([o, state], [do.double(), dfinal_state[0].double()])
+    result = {"o": o.detach(), "final_state": state.detach()[None]}
+    names = {name: "d_" + name if name == "initial_state" else "d" + name for name in leaves}
+    return result | {names[name]: x.grad for name, x in leaves.items()}
+
+
+def over_eager(
+    case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None], device: str = "cpu"
+) -> dict[str, tuple[float, float]]:
+    """Errors beyond twice those of `eager` and one rounding of the result: the error, and that of `eager`."""
+    got, want, other = run(case, made), expected(case, made), eager(case, made)
+    wrong = {}
+    for name, right in want.items():
+        error = relative_error(got[name], right)
+        independent = relative_error(other[name].to(got[name].dtype), right)
+        if not error <= 2 * independent + torch.finfo(got[name].dtype).eps / 2:
+            wrong[name] = error, independent
+    return wrong
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Root mean square of the error over that of `want` (over 1e-30, where `want` is zero); NaN stays NaN."""
     got, want = got.double(), want.double()
