@@ -8,7 +8,6 @@ import triton.language as tl
 
 CHUNK = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 EPS = tl.constexpr(1e-6)
 # 2**-160 is zero in float32, so a decay below it is clamped without changing exp2 of it; the clamp keeps the cumulative
 # sum of a chunk below 2**14, where float32 still resolves the weak gates that follow a strong one.

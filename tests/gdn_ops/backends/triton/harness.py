@@ -262,9 +262,7 @@ def eager(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> di
     return result | {names[name]: x.grad for name, x in leaves.items()}
 
 
-def over_eager(
-    case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None], device: str = "cpu"
-) -> dict[str, tuple[float, float]]:
+def over_eager(case: Case, made: tuple[Inputs, Options, Tensor, Tensor | None]) -> dict[str, tuple[float, float]]:
     """Errors beyond twice those of `eager` and one rounding of the result: the error, and that of `eager`."""
     got, want, other = run(case, made), expected(case, made), eager(case, made)
     wrong = {}
