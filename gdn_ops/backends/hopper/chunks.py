@@ -41,8 +41,8 @@ class Part(NamedTuple):
     of the 0, 64 times the chunk's number and one less than its valid tokens.
     runs [N,8]: a part of each document as in `Chunks.segments`. It starts at the state that the forward has left there
     (-1: the document's start). order [2*N]: twice a row of runs, and 1 more for states and updates, 0 for the
-    recurrence backwards, which takes 4/3 of the time a chunk; the longest first. used [4] (all: [2]): chunks in use in the
-    first place. has_all: whether the part is everything, and so a chunk's row of scratch its number.
+    recurrence backwards, which takes 4/3 of the time a chunk; the longest first. used [4], of all [2]: chunks in use in
+    the first place. has_all: whether the part is everything, and so a chunk's row of scratch its number.
     """
 
     table: Tensor
