@@ -79,6 +79,20 @@ def find_calls(graph: Graph) -> list[CallSite]:
     return list(sites.values())
 
 
+def _in_order(graph: Graph, sites: list[CallSite]) -> list[CallSite | CallReport]:
+    """The calls to rewrite and, in words, those of ops that take the row itself, for which there is nothing to do."""
+    found = {site.fwd or site.bwds[0]: site for site in sites}
+    by_op = {op: variant for variant in registry.variants() for op in variant.ops.takes_row}
+    calls: list[CallSite | CallReport] = []
+    for node in graph.nodes:
+        if node in found:
+            calls.append(found[node])
+        elif node.op == "call_function" and node.target in by_op:
+            where = location(node, by_op[node.target])
+            calls.append(CallReport(node.target._schema.name, True, "packed", "takes the row itself", where))
+    return calls
+
+
 def _operands(node: Node, variant: PackedVariant) -> tuple[Node, ...]:
     given = arguments(node)
     return tuple(given[name] for name in variant.operands)  # type: ignore[misc]
@@ -122,10 +136,9 @@ def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold
     """
     options = settings.current() if options is None else options
     sites = find_calls(graph)
-    if not sites:
-        return Report()
-    if not options.enabled:
-        return Report(tuple(_plain_report(site, "disabled") for site in sites))
+    calls = _in_order(graph, sites)
+    if not sites or not options.enabled:
+        return Report(tuple(_plain_report(call, "disabled") if isinstance(call, CallSite) else call for call in calls))
     started = time.perf_counter()
     _show(graph, "before")
     changed = False
@@ -161,13 +174,13 @@ def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold
         before.restore()
         restore_order(graph)
         plans, left = {}, {bwd: Left("cyclic_graph", str(error)) for site in sites for bwd in site.bwds}
-    report = Report(tuple(line for site in sites for line in _reports(site, plans, left)))
+    report = Report(tuple(line for call in calls for line in _reports(call, plans, left)))
     if plans or changed:
         graph.eliminate_dead_code()
         graph.lint()
         _show(graph, "after")
     counters["graphs"] += 1
-    counters["packed"] += report.packed
+    counters["packed"] += report.packed - (len(calls) - len(sites))  # the others were packed without the passes
     counters["grouped_heads"] += sum(site.grouped_heads for site in sites)
     counters["norm_folded"] += sum(site.norm_folded for site in sites)
     counters["copies_removed"] += sum(site.copies_removed for site in sites)
@@ -249,7 +262,9 @@ def _line(
     )
 
 
-def _reports(site: CallSite, plans: dict[Node, RowPlan], left: dict[Node, Left]) -> list[CallReport]:
+def _reports(site: CallSite | CallReport, plans: dict[Node, RowPlan], left: dict[Node, Left]) -> list[CallReport]:
+    if isinstance(site, CallReport):
+        return [site]
     if not site.bwds:
         return [_plain_report(site, "no_backward")]
     reports = []

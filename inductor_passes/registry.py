@@ -32,8 +32,9 @@ class PackedVariant:
     operands: argument names whose gradients can lie in a row; gradients: the bwd outputs that are these gradients, in
     the same order; grouped_operands: operands that may have fewer heads than the others (head h of the others uses head
     h // r of these); norm_switch: name of a bool argument of fwd, bwd and the row ops that L2-normalises norm_operands
-    in the op, as x / sqrt(sum(x^2) + norm_eps); package: the owner's package or
-    module, whose frames are not the user's code;
+    in the op, as x / sqrt(sum(x^2) + norm_eps); takes_row: further forward ops of the family, which take the row itself
+    and return its gradient whole: nothing is to be done for them, and reports say that they are packed; package: the
+    owner's package or module, whose frames are not the user's code;
     fingerprint: what the ops compute (a hash of the sources of fakes and formulas, a version), part of the cache key.
     """
 
@@ -47,6 +48,7 @@ class PackedVariant:
     norm_switch: str | None = None
     norm_operands: tuple[str, ...] = ()
     norm_eps: float = 1e-6
+    takes_row: tuple[str, ...] = ()
     package: str = ""
     fingerprint: str | Callable[[], str] = ""
 
@@ -56,7 +58,7 @@ class PackedVariant:
         for name in (*self.grouped_operands, *self.norm_operands):
             if name not in self.operands:
                 raise ValueError(f"{name!r} is not one of the operands {self.operands}")
-        for name in (self.fwd, self.bwd, self.bwd_row, self.bwd_row_ or self.fwd):
+        for name in (self.fwd, self.bwd, self.bwd_row, self.bwd_row_ or self.fwd, *self.takes_row):
             if name.count("::") != 1:
                 raise ValueError(f"an op's name must read 'namespace::name', got {name!r}")
 
@@ -72,6 +74,7 @@ class PackedVariant:
                 overload(self.bwd),
                 overload(self.bwd_row),
                 None if self.bwd_row_ is None else overload(self.bwd_row_),
+                tuple(overload(name) for name in self.takes_row),
             )
         except AttributeError as error:
             raise LookupError(
@@ -83,7 +86,8 @@ class PackedVariant:
     @cached_property
     def identity(self) -> tuple[object, ...]:
         """What the compile caches must tell apart: names, options, schemas and the owner's fingerprint."""
-        schemas = tuple(str(op._schema) for op in self.ops if op is not None)
+        *ops, takes_row = self.ops
+        schemas = tuple(str(op._schema) for op in (*ops, *takes_row) if op is not None)
         fingerprint = self.fingerprint if isinstance(self.fingerprint, str) else self.fingerprint()
         options = (self.operands, self.gradients, self.grouped_operands)
         norm = (self.norm_switch, self.norm_operands, self.norm_eps)
@@ -97,6 +101,7 @@ class VariantOps(NamedTuple):
     bwd: OpOverload
     bwd_row: OpOverload
     bwd_row_: OpOverload | None
+    takes_row: tuple[OpOverload, ...]
 
 
 def overload(name: str) -> OpOverload:

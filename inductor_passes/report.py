@@ -12,7 +12,7 @@ from torch.fx import Node
 from inductor_passes.registry import PackedVariant
 
 REASONS = {
-    "packed": "every gradient is written into the row by the op",
+    "packed": "every gradient is written into the row by the op, or the op takes the row itself",
     "packed_partly": "some gradients are written into the row by the op; the others are copied into it",
     "no_gradient": "no gradient of an operand is used in this graph",
     "no_backward": "the graph has no backward (inference, or the inputs require no gradient)",
@@ -40,7 +40,8 @@ class UnpackedCallError(RuntimeError):
 class CallReport:
     """One registered call in one graph.
 
-    op: the op as users see it; packed: the op writes all its gradients into the row; reason: a code of `REASONS`;
+    op: the op as users see it; packed: the op writes all its gradients into the row, or takes the row itself (then
+    `operands` is empty and nothing is saved by the passes); reason: a code of `REASONS`;
     detail: the same in the words of this graph; location: "file:line" of the user's code ("" if the trace has none);
     saved_bytes: gradient bytes that are no longer read and written again; operands: whose gradients the op writes into
     the row; copied: whose gradients are copied into it or go elsewhere (then `packed` is False, `detail` says why);

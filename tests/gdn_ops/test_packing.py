@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gdn_ops
+import inductor_passes
 
 HK, HV, D, T = 2, 4, 8, 37
 HEADS = {"num_qk_heads": HK, "num_v_heads": HV, "head_dim": D}
@@ -190,3 +191,19 @@ def test_inside_a_larger_graph_the_row_gradient_flows_on():
         grads.append((x.grad, weight.grad))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_explain_has_a_line_for_a_call_that_takes_the_row_itself(trained):
+    row, g, beta = problem()
+
+    def layer(row, g, beta):
+        return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, **HEADS)[0]
+
+    report = inductor_passes.explain(layer, row.requires_grad_(trained), g, beta, strict=True)
+    (call,) = report.calls
+    assert (call.op, call.packed, call.reason) == ("gdn::chunk_packed_fwd", True, "packed")
+    assert call.detail == "takes the row itself"
+    assert call.location.startswith(f"{__file__}:")
+    assert (report.packed, report.saved_bytes) == (1, 0)
+    assert "takes the row itself" in str(report)

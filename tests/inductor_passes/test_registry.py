@@ -1,6 +1,7 @@
 """Ops as others write them: one output, nothing saved but the inputs, no op that writes into a given row; mistakes."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -158,6 +159,60 @@ def test_without_an_op_that_writes_into_a_row_one_call_of_a_row_is_packed(regist
     assert second.packed
     assert (first.reason, first.operands) == ("used_elsewhere", ())
     assert "another call writes its row" in first.detail
+
+
+lib.define("row_attention(Tensor row) -> Tensor", tags=toy_attention.TAGS)
+lib.define("row_attention_bwd(Tensor do, Tensor row) -> Tensor", tags=toy_attention.TAGS)
+
+
+def _row_heads(row):
+    return heads(*row.split([QW, QW, VW], -1))
+
+
+lib.impl("row_attention", lambda row: attention(*_row_heads(row)), "CPU")
+lib.impl(
+    "row_attention_bwd",
+    lambda do, row: torch.cat([d.flatten(-2) for d in gradients(do, *_row_heads(row))], -1),
+    "CPU",
+)
+torch.library.register_fake("plain::row_attention", lambda row: attention(*_row_heads(row)), lib=lib)
+torch.library.register_fake("plain::row_attention_bwd", lambda do, row: torch.empty_like(row), lib=lib)
+torch.library.register_autograd(
+    "plain::row_attention",
+    lambda ctx, do: torch.ops.plain.row_attention_bwd(do, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lib=lib,
+)
+
+
+def beside_a_split(row):
+    first = torch.ops.plain.row_attention(row + 1)
+    return one_split(row) + first + torch.ops.plain.row_attention(row.cos())
+
+
+@pytest.mark.parametrize(
+    "registered", [dataclasses.replace(VARIANT, takes_row=("plain::row_attention",))], indirect=True
+)
+def test_calls_that_take_the_row_itself_are_told_in_order_and_not_counted_as_the_passes_work(registered):
+    row = torch.randn(2, 6, 2 * QW + VW, dtype=torch.float64, requires_grad=True)
+    before = Counter(inductor_passes.counters)
+    calls = inductor_passes.explain(beside_a_split, row, strict=True).calls
+    assert [(call.op, call.packed, call.operands, call.detail) for call in calls] == [
+        ("plain::row_attention", True, (), "takes the row itself"),
+        ("plain::attention", True, ("q", "k", "v"), ""),
+        ("plain::row_attention", True, (), "takes the row itself"),
+    ]
+    assert all("test_registry.py:" in call.location for call in calls)
+    found = Counter(inductor_passes.counters) - before
+    assert (found["graphs"], found["packed"], found["left"]) == (1, 1, 0)
+    with inductor_passes.disabled():
+        reasons = [call.reason for call in inductor_passes.explain(beside_a_split, row)]
+    assert reasons == ["packed", "disabled", "packed"]
+
+
+def test_names_of_ops_that_take_the_row_are_checked():
+    with pytest.raises(ValueError, match="must read 'namespace::name', got 'row_attention'"):
+        dataclasses.replace(VARIANT, takes_row=("row_attention",))
 
 
 MISSING = inductor_passes.PackedVariant("nowhere::op", "nowhere::op_bwd", "nowhere::op_bwd_row")
