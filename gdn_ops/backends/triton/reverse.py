@@ -161,12 +161,14 @@ def _reverse_kernel(
     EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
-    # The two recurrences alternate in launch order: both of a long document start before any of a short one.
+    # In launch order: a document's state gradients, of all heads, which take longer; then its states; then the next, a
+    # shorter document. What takes longest starts first, so that little is left to run alone at the end.
     program = tl.program_id(0)
     reverse = program >= 0
     if RECOMPUTE:
-        reverse = program % 2 == 0
-        program = program // 2
+        PROGRAMS: tl.constexpr = HEADS * ((V + BV - 1) // BV)
+        reverse = program % (2 * PROGRAMS) < PROGRAMS
+        program = program // (2 * PROGRAMS) * PROGRAMS + program % PROGRAMS
     if reverse:
         _reverse_document(
             program, do_ptr, q_ptr, k_ptr, solve_ptr, score_ptr, gate_ptr, factor_ptr, document_ptr,

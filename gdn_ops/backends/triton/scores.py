@@ -40,7 +40,10 @@ from gdn_ops.shapes import Inputs, Options, Sizes
 # H200, 16/48 heads of 128, 32768 tokens: 0.144 ms with 2 warps (prototype), DRAM 62 % busy.
 _SCORES = {2: Config(num_warps=2, num_stages=1), 4: Config(num_warps=4, num_stages=1)}
 """By operand bytes."""
-_FACTORS = Config(num_warps=2, num_stages=1)
+_FACTORS = Config(num_warps=4, num_stages=1)
+_FACTOR_HEADS = 8
+"""Value heads of a program that makes the factor table from saved gates: in float32, a token's raw betas of that many
+lie in a sector of memory."""
 
 
 @triton.jit
@@ -68,24 +71,23 @@ def write_strength(beta_ptr, offs, mask, SIGMOID: tl.constexpr, DOUBLE: tl.const
 
 
 @triton.jit
-def store_factors(factor_ptr, gate, norm_q, norm_k, beta, mask, scale, APART: tl.constexpr):
-    """Write one (chunk, value head) entry of the factor table.
+def store_factors(ptrs, gate, total, norm_q, norm_k, beta, mask, stored, scale, APART: tl.constexpr):
+    """Write factors of one value head [C], or of several [BH, C] (`stored`: which there are), at ptrs of their first.
 
-    APART: the norms' logarithms by themselves, without the gate, beside which they lose digits where it is large.
+    total: the gate at the chunk's end. APART: the norms' logarithms by themselves, without the gate, beside which they
+    lose digits where it is large.
     """
-    offs_t = tl.arange(0, CHUNK)
-    total = tl.sum(tl.where(offs_t == CHUNK - 1, gate, 0.0), 0)
     decay = tl.exp2(gate)
-    tl.store(factor_ptr + offs_t, tl.where(mask, decay * norm_k, 0.0))
-    tl.store(factor_ptr + CHUNK + offs_t, tl.where(mask, tl.exp2(total - gate) * norm_k * beta, 0.0))
-    tl.store(factor_ptr + 2 * CHUNK + offs_t, tl.where(mask, decay * norm_q * scale, 0.0))
-    tl.store(factor_ptr + 3 * CHUNK + offs_t, beta)
+    tl.store(ptrs, tl.where(mask, decay * norm_k, 0.0), mask=stored)
+    tl.store(ptrs + CHUNK, tl.where(mask, tl.exp2(total - gate) * norm_k * beta, 0.0), mask=stored)
+    tl.store(ptrs + 2 * CHUNK, tl.where(mask, decay * norm_q * scale, 0.0), mask=stored)
+    tl.store(ptrs + 3 * CHUNK, beta, mask=stored)
     log2_norm_q = tl.log2(tl.where(mask, norm_q, 1.0))
     log2_norm_k = tl.log2(tl.where(mask, norm_k, 1.0))
     with_norms = gate * 0.0 if APART else gate
-    tl.store(factor_ptr + 4 * CHUNK + offs_t, with_norms - log2_norm_k)
-    tl.store(factor_ptr + 5 * CHUNK + offs_t, with_norms + log2_norm_q)
-    tl.store(factor_ptr + 6 * CHUNK + offs_t, with_norms + log2_norm_k)
+    tl.store(ptrs + 4 * CHUNK, with_norms - log2_norm_k, mask=stored)
+    tl.store(ptrs + 5 * CHUNK, with_norms + log2_norm_q, mask=stored)
+    tl.store(ptrs + 6 * CHUNK, with_norms + log2_norm_k, mask=stored)
 
 
 @triton.jit
@@ -149,7 +151,9 @@ def _scores_kernel(
             row = chunk * HV + head
             tl.store(gate_ptr + row * CHUNK + offs_t, gate)
             apart: tl.constexpr = NORM and DTYPE == tl.float32
-            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale, apart)
+            total = tl.sum(tl.where(offs_t == CHUNK - 1, gate, 0.0), 0)
+            factors = factor_ptr + row * FACTORS * CHUNK + offs_t
+            store_factors(factors, gate, total, norm_q, norm_k, beta, mask_t, None, scale, apart)
             decay_CC = tl.exp2(tl.where(causal, gate[:, None] - gate[None, :], 0.0))
             score_CC = tl.where(causal, qk_CC * decay_CC * beta[None, :], 0.0)
             score_row_ptr = score_ptr + row * CHUNK * CHUNK + offs_t[:, None] * CHUNK + offs_t[None, :]
@@ -159,31 +163,31 @@ def _scores_kernel(
 @triton.jit
 def _factors_kernel(
     beta_ptr, chunk_ptr, norm_ptr, gate_ptr, factor_ptr, scale, T,
-    HK: tl.constexpr, HV: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
-    APART: tl.constexpr, EARLY: tl.constexpr = 0,
+    HK: tl.constexpr, HV: tl.constexpr, BH: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
     wait_for_earlier(EARLY)
-    chunk = (tl.program_id(0) // HK).to(tl.int64)
-    head_k = tl.program_id(0) % HK
-    R: tl.constexpr = HV // HK
+    BLOCKS: tl.constexpr = (HV + BH - 1) // BH
+    chunk = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    heads = tl.program_id(0) % BLOCKS * BH + tl.arange(0, BH)
     batch, start, length = load_chunk(chunk_ptr, chunk)
     offs_t = tl.arange(0, CHUNK)
     if length > 0:
-        mask_t = offs_t < length
+        stored = (heads < HV)[:, None] & tl.full([1, CHUNK], True, tl.int1)
+        mask = stored & (offs_t < length)[None, :]
         if NORM:
-            row_ptr = norm_ptr + (batch * T + start) * 2 * HK + head_k + offs_t * 2 * HK
-            norm_q = tl.load(row_ptr, mask=mask_t, other=0.0)
-            norm_k = tl.load(row_ptr + HK, mask=mask_t, other=0.0)
+            norm_ptrs = norm_ptr + (batch * T + start) * 2 * HK + (heads // (HV // HK))[:, None] + offs_t * 2 * HK
+            norm_q = tl.load(norm_ptrs, mask=mask, other=0.0)
+            norm_k = tl.load(norm_ptrs + HK, mask=mask, other=0.0)
         else:
-            norm_q = tl.full([CHUNK], 1.0, tl.float32)
-            norm_k = tl.full([CHUNK], 1.0, tl.float32)
-        offs_g = (batch * T + start) * HV + offs_t * HV
-        for r in tl.range(0, R):
-            head = (head_k * R + r).to(tl.int64)
-            row = chunk * HV + head
-            gate = tl.load(gate_ptr + row * CHUNK + offs_t)
-            beta = write_strength(beta_ptr, offs_g + head, mask_t, SIGMOID, DOUBLE)
-            store_factors(factor_ptr + row * FACTORS * CHUNK, gate, norm_q, norm_k, beta, mask_t, scale, APART)
+            norm_q = tl.full([1, CHUNK], 1.0, tl.float32)
+            norm_k = norm_q
+        rows = chunk * HV + heads
+        gate = tl.load(gate_ptr + rows[:, None] * CHUNK + offs_t, mask=stored, other=0.0)
+        total = tl.load(gate_ptr + rows * CHUNK + CHUNK - 1, mask=heads < HV, other=0.0)[:, None]
+        beta = write_strength(beta_ptr, (batch * T + start + offs_t) * HV + heads[:, None], mask, SIGMOID, DOUBLE)
+        ptrs = factor_ptr + rows[:, None] * FACTORS * CHUNK + offs_t
+        store_factors(ptrs, gate, total, norm_q, norm_k, beta, mask, stored, scale, APART)
 
 
 def scores(
@@ -213,9 +217,10 @@ def factors_from_saved(
 ) -> None:
     """Fill the factor table from saved norms and gates, to the bit as `scores` does."""
     launch(
-        _factors_kernel, sizes.num_chunks * sizes.HK,
+        _factors_kernel, sizes.num_chunks * triton.cdiv(sizes.HV, _FACTOR_HEADS),
         (inputs.beta, chunks, norms, gates, factors, options.scale, sizes.T),
-        dict(HK=sizes.HK, HV=sizes.HV, NORM=options.use_qk_l2norm, SIGMOID=options.use_beta_sigmoid,
-             DOUBLE=options.allow_neg_eigval, APART=options.use_qk_l2norm and inputs.q.dtype == torch.float32),
+        dict(HK=sizes.HK, HV=sizes.HV, BH=_FACTOR_HEADS, NORM=options.use_qk_l2norm,
+             SIGMOID=options.use_beta_sigmoid, DOUBLE=options.allow_neg_eigval,
+             APART=options.use_qk_l2norm and inputs.q.dtype == torch.float32),
         _FACTORS.num_warps, _FACTORS.num_stages,
     )  # fmt: skip

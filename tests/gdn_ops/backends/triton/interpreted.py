@@ -1,5 +1,6 @@
 """Run by test_interpreter.py in a process of its own: every check, its result as a line of JSON."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -45,6 +46,8 @@ ERROR_CASES = {
     "blocks_in_float16": Case(
         dtype=torch.float16, K=144, V=80, HV=1, norm=True, documents=(20,), initial=True, final=True
     ),
+    # More value heads than a program of the gates' kernels takes, and not a multiple of it.
+    "blocks_of_heads": Case(documents=(9,), HK=5, HV=10, norm=True, gate=True, sigmoid=True),
     "zero_and_tiny_beta": Case(zero_beta=True),
     "no_decay": Case(g_scale=0.0),
     "strong_decay": Case(g_scale=200.0),
@@ -90,6 +93,18 @@ def turns_change_no_bit() -> bool:
     finally:
         harness.backend.SCRATCH_LIMIT = limit
     return _same(one, three)
+
+
+def other_heads_change_no_bit() -> bool:
+    case = Case(HK=9, HV=9, documents=(9,), unused=2)
+    made = harness.make(case)
+    together = harness.run(case, made)
+    inputs, options, do, _ = made
+    heads = slice(7, 9)  # the last of one program of the gates' kernels, and the first of the next
+    cut = {name: getattr(inputs, name)[:, :, heads].contiguous() for name in ("q", "k", "v", "g", "beta")}
+    few = dataclasses.replace(case, HK=2, HV=2)
+    alone = harness.run(few, (inputs._replace(**cut), options, do[:, :, heads].contiguous(), None))
+    return all(torch.equal(together[n][:, :, heads], alone[n]) for n in ("o", "dq", "dk", "dv", "dg", "dbeta"))
 
 
 def rest_of_the_row_is_untouched() -> bool:
@@ -281,9 +296,9 @@ def chunks_of_parallel_keys_are_marked() -> bool:
 
 
 CHECKS = (
-    strides_change_no_bit, save_levels_change_no_bit, turns_change_no_bit, rest_of_the_row_is_untouched,
-    document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero, tma_changes_no_bit,
-    launch_numbers_of_blackwell, no_tokens, zero_key_tokens_in_float16, dbeta_with_parallel_keys,
+    strides_change_no_bit, save_levels_change_no_bit, turns_change_no_bit, other_heads_change_no_bit,
+    rest_of_the_row_is_untouched, document_alone_as_in_pack, nan_stays_in_its_document, unused_tokens_are_zero,
+    tma_changes_no_bit, launch_numbers_of_blackwell, no_tokens, zero_key_tokens_in_float16, dbeta_with_parallel_keys,
     parallel_keys_add_nothing_up_in_the_state, chunks_of_parallel_keys_are_marked, norms_lose_nothing_to_gates,
     float16_errs_as_eager_code_does,
 )  # fmt: skip
