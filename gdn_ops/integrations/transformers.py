@@ -10,11 +10,16 @@ checkpoint loads as before.
     from gdn_ops.integrations import transformers as gdn_transformers
     gdn_transformers.patch(model)          # or patch() for every supported model class
 
-Packed documents, [1, T] in one call, need their boundaries and positions that start anew in each of them:
+Packed documents, [1, T] in one call, need their boundaries, positions that start anew in each of them, and no cache:
 
-    model(input_ids=ids, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=n, max_length_k=n)
+    model(
+        input_ids=ids, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=n, max_length_k=n,
+        use_cache=False,
+    )
 
-as transformers' `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them.
+as transformers' `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them, `use_cache` left out. With a
+cache (transformers' default) its sdpa and eager attention layers get no mask that keeps documents apart: they are mixed
+there, whatever the GDN layers do. A patched layer that is given boundaries and a cache warns of it, once in a process.
 
 Works with transformers 5.17 and later. Call it before `torch.compile`d code first runs; code compiled earlier is
 compiled again at its next call, since Dynamo guards the global.
@@ -24,6 +29,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -143,6 +149,8 @@ def _replacement(
                 "no documents mixes them; install the causal_conv1d package (and pass seq_idx) to train on packed "
                 "sequences, or pass one document a row"
             )
+        if cu_seqlens is not None and output_final_state:  # which transformers asks for if there is a cache
+            _warn_of_a_cache()
         query, key, value = _token_major(query, key, value)
         return chunk_gated_delta_rule(
             query,
@@ -158,6 +166,23 @@ def _replacement(
 
     setattr(replaced, _ORIGINAL, original)
     return replaced
+
+
+_warned = False
+
+
+@torch.compiler.assume_constant_result  # where a call is traced: said then, and no graph break
+def _warn_of_a_cache() -> bool:
+    """Say once what the GDN layers cannot put right: attention layers get no document mask where a cache is in use."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "packed documents (cu_seq_lens_q) together with a cache: transformers then makes no document mask, so its "
+            "sdpa and eager attention layers mix the documents. Pass use_cache=False to the model. (Said once.)",
+            stacklevel=3,
+        )
+    return True
 
 
 def _token_major(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

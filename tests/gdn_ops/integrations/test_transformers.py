@@ -203,6 +203,32 @@ def test_a_model_keeps_packed_documents_apart():
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_documents_with_a_cache_are_warned_of_once(monkeypatch, recwarn, compiled):
+    torch._dynamo.reset()
+    monkeypatch.setattr(integration, "_warned", False)
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **SMALL)
+    model = Qwen3_5ForCausalLM(config).eval()
+    integration.patch(model)
+    function = torch.compile(model, backend="eager") if compiled else model
+    ids = torch.randint(64, (1, int(CU[-1])))
+    packed = {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+
+    def said(**kwargs):
+        recwarn.clear()
+        with torch.no_grad():
+            function(ids, **kwargs)
+        return [str(w.message) for w in recwarn if "packed documents" in str(w.message)]
+
+    assert said() == []  # a prefill
+    assert said(use_cache=False, **packed) == []
+    (message,) = said(**packed)  # transformers' default is to make a cache
+    assert "transformers then makes no document mask" in message
+    assert "Pass use_cache=False" in message
+    assert said(**packed) == []
+
+
 @pytest.mark.skipif(importlib.util.find_spec("causal_conv1d") is not None, reason="causal_conv1d keeps documents apart")
 def test_packed_documents_are_refused_where_the_convolution_would_mix_them(monkeypatch):
     layer = _layer("qwen3_5")
