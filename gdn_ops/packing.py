@@ -163,6 +163,7 @@ registry.register(
         norm_switch="use_qk_l2norm",
         norm_operands=("q", "k"),
         norm_eps=L2NORM_EPS,
+        norm_option="use_qk_l2norm_in_kernel=True",
         takes_row=("gdn::chunk_packed_fwd", "gdn::context_packed_fwd"),
         package="gdn_ops",
         fingerprint=_fingerprint,

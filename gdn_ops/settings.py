@@ -98,6 +98,10 @@ def configure(**changes: Any) -> Iterator[Settings]:
     """
     global _current
     before = _current
+    known = [field.name for field in fields(Settings)]
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"unknown setting {name!r}; known: {', '.join(known)}")
     _current = replace(before, **changes)
     try:
         yield _current

@@ -10,6 +10,8 @@ import torch
 from torch.fx import Node
 
 from inductor_passes.moves import KEEP_NUMBERING, MOVES, is_zero, permutation
+from inductor_passes.registry import PackedVariant
+from inductor_passes.report import location
 from inductor_passes.sizes import Size, add, product, same, shape_of
 from inductor_passes.views import Placements, whole
 
@@ -136,7 +138,14 @@ def describe_use(user: Node) -> str:
     return "the graph's output" if user.op == "output" else f"{user.target} ({user.name})"
 
 
-def why_none(flow: Flow, refused: list[Left]) -> Left:
+def _describe_computation(user: Node, variant: PackedVariant) -> str:
+    """What computes, by the line of the user's code that it is the backward of (autograd notes it), if that is known:
+    nobody wrote the `neg` that a division's backward has."""
+    where = location(user, variant) if user.op == "call_function" else ""
+    return f"the backward of {where} ({user.target}, {user.name})" if where else describe_use(user)
+
+
+def why_none(flow: Flow, refused: list[Left], variant: PackedVariant) -> Left:
     """The most telling of the reasons why no row was found."""
     for code in ("overlap", "dynamic_row_width", "head_layout", "used_elsewhere", "not_token_rows", "cast_between"):
         for left in refused:
@@ -158,13 +167,14 @@ def why_none(flow: Flow, refused: list[Left]) -> Left:
             return Left(code, f"the gradient of {name} goes through {describe_use(user)} first")
     if all(user.op == "output" for user in ends.values()):
         return Left("split_elsewhere", "the gradients leave the graph one by one: the split is in another graph")
-    places = "; ".join(f"{name}: {describe_use(user)}" for name, user in sorted(ends.items()))
     if (
         len(ends) > 1
         and len(set(ends.values())) == len(ends)
         and all(user.target in _CONSUMERS for user in ends.values())
     ):
+        places = "; ".join(f"{name}: {describe_use(user)}" for name, user in sorted(ends.items()))
         return Left("separate_rows", f"each gradient goes to a place of its own ({places})")
+    places = "; ".join(f"{name}: {_describe_computation(user, variant)}" for name, user in sorted(ends.items()))
     return Left("computed_between", f"something computes between the split and the op ({places})")
 
 
@@ -180,11 +190,13 @@ def _code(source: Node, user: Node) -> str:
     return "computed_between"
 
 
-def why_not(flow: Flow, name: str) -> Left:
+def why_not(flow: Flow, name: str, variant: PackedVariant) -> Left:
     """Why one operand's gradient is not in a row that others are in."""
     for source, user in flow.stops:
         if any(flow.gradients.get(placement.source) == name for placement in flow.describe(source)):
             if user.target in _CONSUMERS:
                 return Left("separate_rows", f"the gradient of {name} goes elsewhere ({describe_use(user)})", name)
-            return Left(_code(source, user), f"the gradient of {name} goes through {describe_use(user)} first", name)
+            code = _code(source, user)
+            what = _describe_computation(user, variant) if code == "computed_between" else describe_use(user)
+            return Left(code, f"the gradient of {name} goes through {what} first", name)
     return Left("separate_rows", f"the gradient of {name} does not reach the row", name)

@@ -74,7 +74,10 @@ def explain(function: Callable[..., Any], *inputs: Any, strict: bool = False, **
 
     Raises:
         UnpackedCallError: with `strict`, naming the calls. Errors of the function itself pass through.
+        TypeError: `function` cannot be called.
     """
+    if not callable(function):
+        raise TypeError(f"explain(model, *inputs): model must be a module or a function, got {type(function).__name__}")
     reports: list[Report] = []
     compiled = torch.compile(_uncompiled(function), backend=eager_backend(reports.append))
     # Every call here compiles anew, and beyond these limits Dynamo would run the code uncompiled and unseen.

@@ -275,6 +275,18 @@ def find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> No
         return _find_norms(variant, fwd, bwds)
 
 
+def are_norms(variant: PackedVariant, fwd: Node | None) -> bool:
+    """Whether every norm operand of a call is normalised in front of the op, as the op could do it. Looks only."""
+    if variant.norm_switch is None or not variant.norm_operands or fwd is None:
+        return False
+    given = arguments(fwd)
+    operands = [given[name] for name in variant.norm_operands]
+    with _disable_current_modes(), torch.no_grad():
+        return not given[variant.norm_switch] and all(
+            isinstance(operand, Node) and find_source(operand, variant.norm_eps) is not None for operand in operands
+        )
+
+
 def _find_norms(variant: PackedVariant, fwd: Node | None, bwds: list[Node]) -> NormPlan | None:
     callers = [node for node in (fwd, *bwds) if node is not None]
     if variant.norm_switch is None or not variant.norm_operands or not callers:

@@ -133,12 +133,12 @@ def find_packed_row(variant: PackedVariant, bwd: Node, position: dict[Node, int]
         elif best is None or len(plan.layouts) >= len(best.layouts):
             best = plan
     if best is None:
-        return why_none(flow, refused)
+        return why_none(flow, refused, variant)
     # A lone gradient saves its own copy, but zeros have to be written around it where nothing else is.
     full = (best.before or best.after) and not best.uncovered
     worth = len(best.layouts) > 1 or full or 2 * _width(best, gradients) >= best.row_width
     known = {*best.layouts, *(left.operand for left in best.left)}
-    missing = [why_not(flow, name) for name in gradients.values() if name not in known]
+    missing = [why_not(flow, name, variant) for name in gradients.values() if name not in known]
     left = (*best.left, *missing)
     if not worth:
         alone = next(iter(best.layouts))

@@ -15,7 +15,7 @@ from inductor_passes.edits import CyclicGraphError, Snapshot, outputs_of, restor
 from inductor_passes.gradient_flow import Left
 from inductor_passes.grouped_heads import find_grouped_heads, replace_grouped_heads
 from inductor_passes.moves import MOVES, arguments
-from inductor_passes.norm_folding import find_norms, replace_norms
+from inductor_passes.norm_folding import are_norms, find_norms, replace_norms
 from inductor_passes.operand_copies import find_operand_copies, replace_operand_copies
 from inductor_passes.packed_views import RowPlan, choose, find_packed_row, replace_packed_row
 from inductor_passes.registry import PackedVariant
@@ -174,7 +174,7 @@ def rewrite_graph(graph: Graph, options: Settings | None = None, *, strides_hold
         before.restore()
         restore_order(graph)
         plans, left = {}, {bwd: Left("cyclic_graph", str(error)) for site in sites for bwd in site.bwds}
-    report = Report(tuple(line for call in calls for line in _reports(call, plans, left)))
+    report = Report(tuple(line for call in calls for line in _reports(call, plans, left, options)))
     if plans or changed:
         graph.eliminate_dead_code()
         graph.lint()
@@ -262,7 +262,18 @@ def _line(
     )
 
 
-def _reports(site: CallSite | CallReport, plans: dict[Node, RowPlan], left: dict[Node, Left]) -> list[CallReport]:
+def _norm_in_words(site: CallSite, parts: list[Left], options: Settings) -> str:
+    """What to do about L2 norms in front of the op, if they are among what stands between the split and it; else ""."""
+    if not any(part.reason == "computed_between" for part in parts) or not are_norms(site.variant, site.fwd):
+        return ""
+    own = site.variant.norm_option or f"{site.variant.norm_switch}=True"
+    remedy = own if options.fold_norm else f"{own} or the setting fold_norm"
+    return f"an L2 norm stands between the split and {', '.join(site.variant.norm_operands)} (remedy: {remedy})"
+
+
+def _reports(
+    site: CallSite | CallReport, plans: dict[Node, RowPlan], left: dict[Node, Left], options: Settings
+) -> list[CallReport]:
     if isinstance(site, CallReport):
         return [site]
     if not site.bwds:
@@ -274,13 +285,17 @@ def _reports(site: CallSite | CallReport, plans: dict[Node, RowPlan], left: dict
         plan = plans.get(bwd)
         if plan is None:
             why = left[bwd]
-            reports.append(_line(site, where, why.reason, why.detail))
+            norm = _norm_in_words(site, [why], options)
+            reports.append(_line(site, where, why.reason, f"{norm}; {why.detail}" if norm else why.detail))
             continue
         outputs = outputs_of(bwd)
         indices = dict(zip(site.variant.operands, site.variant.gradients, strict=True))
         saved = saved_bytes([outputs[indices[name]] for name in plan.layouts])
         reason = "packed_partly" if plan.left else "packed"
-        detail = "; ".join(part.detail for part in plan.left)
+        behind = [p for p in plan.left if p.operand in site.variant.norm_operands and p.reason == "computed_between"]
+        norm = _norm_in_words(site, behind, options)
+        said = [part.detail for part in plan.left if not norm or part not in behind]
+        detail = "; ".join([norm, *said] if norm else said)
         operands = tuple(name for name in site.variant.operands if name in plan.layouts)
         copied = tuple(part.operand for part in plan.left)
         reports.append(_line(site, where, reason, detail, saved, operands, copied))

@@ -32,9 +32,10 @@ class PackedVariant:
     operands: argument names whose gradients can lie in a row; gradients: the bwd outputs that are these gradients, in
     the same order; grouped_operands: operands that may have fewer heads than the others (head h of the others uses head
     h // r of these); norm_switch: name of a bool argument of fwd, bwd and the row ops that L2-normalises norm_operands
-    in the op, as x / sqrt(sum(x^2) + norm_eps); takes_row: further forward ops of the family, which take the row itself
-    and return its gradient whole: nothing is to be done for them, and reports say that they are packed; package: the
-    owner's package or module, whose frames are not the user's code;
+    in the op, as x / sqrt(sum(x^2) + norm_eps); norm_option: how the owner's users ask for that, in words of reports;
+    takes_row: further forward ops of the family, which take the row itself and return its gradient whole: nothing is to
+    be done for them, and reports say that they are packed; package: the owner's package or module, whose frames are not
+    the user's code;
     fingerprint: what the ops compute (a hash of the sources of fakes and formulas, a version), part of the cache key.
     """
 
@@ -48,6 +49,7 @@ class PackedVariant:
     norm_switch: str | None = None
     norm_operands: tuple[str, ...] = ()
     norm_eps: float = 1e-6
+    norm_option: str = ""
     takes_row: tuple[str, ...] = ()
     package: str = ""
     fingerprint: str | Callable[[], str] = ""

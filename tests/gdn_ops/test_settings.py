@@ -39,6 +39,6 @@ def test_configure_restores_and_settings_are_frozen():
     assert settings.current() is before
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.save = "inputs"
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="unknown setting 'unknown'; known: backend, save, debug, "):
         settings.configure(unknown=1).__enter__()
     assert settings.current() is before

@@ -1,8 +1,11 @@
 """An L2 norm in front of the op, folded into it where that is asked for."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -209,3 +212,47 @@ def test_what_is_documented_to_change_changes(norm, length):
     expected = 0 if norm is with_rsqrt else 1e-6 / length**2
     difference = ((on - off).norm() / off.norm()).item()
     assert abs(difference - expected) <= 1e-3 * expected + 1e-12
+
+
+def explained(norm_q, norm_k, norm_v, fold_norm=False):
+    def f(x, w, g):
+        q, k, v = heads(*parts(x @ w))
+        q, k, v = norm_q(q), norm_k(k), norm_v(v)
+        return toy(q, k, v, g)
+
+    gen = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 6, 16, generator=gen), torch.randn(16, WIDTH, generator=gen, requires_grad=True)
+    with inductor_passes.configured(fold_norm=fold_norm):
+        (call,) = inductor_passes.explain(f, x, w, torch.randn(2, 6, HV, generator=gen))
+    return call
+
+
+def as_it_is(x):
+    return x
+
+
+@pytest.mark.parametrize("name", ["normalize", "with_rsqrt"])
+def test_a_report_names_a_norm_in_front_and_the_remedy(name):
+    call = explained(NORMS[name], NORMS[name], as_it_is)
+    assert (call.reason, call.copied) == ("packed_partly", ("q", "k"))
+    assert_expected_inline(
+        call.detail,
+        "an L2 norm stands between the split and q, k (remedy: use_norm=True or the setting fold_norm)",
+    )
+    assert explained(NORMS[name], NORMS[name], as_it_is, fold_norm=True).packed
+
+
+def test_a_report_names_a_norm_beside_what_else_is_in_the_way():
+    call = explained(normalize, normalize, torch.sin)
+    assert call.reason == "computed_between"
+    assert call.detail.startswith("an L2 norm stands between the split and q, k (remedy: use_norm=True or ")
+    assert "; something computes between the split and the op (" in call.detail
+
+
+def test_a_report_names_the_line_of_what_is_no_norm_of_the_op():
+    """The op normalises both or none; nothing is said of a remedy that is none."""
+    for norm_q, norm_k, norm_name in ((normalize, as_it_is, "normalize"), (scaled, scaled, "scaled")):
+        call = explained(norm_q, norm_k, as_it_is)
+        assert "L2 norm" not in call.detail
+        line = inspect.getsourcelines(globals()[norm_name])[1] + 1
+        assert f"the gradient of q goes through the backward of {__file__}:{line} (aten." in call.detail

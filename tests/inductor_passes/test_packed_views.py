@@ -1,5 +1,6 @@
 """Graphs before and after, exactly; near-misses that are left alone; passes that find nothing the second time."""
 
+import inspect
 import operator
 
 import pytest
@@ -345,7 +346,8 @@ def test_a_part_edited_in_place_names_the_edit():
     torch._dynamo.reset()
     (call,) = inductor_passes.explain(f, leaf(2, 6, WIDTH), leaf(2, 6, HV))
     assert (call.reason, call.copied) == ("packed_partly", ("q",))
-    assert "the gradient of q goes through aten." in call.detail
+    line = inspect.getsourcelines(f)[1] + 3
+    assert f"the gradient of q goes through the backward of {__file__}:{line} (aten." in call.detail
     assert "empty" not in call.detail, call.detail
 
 

@@ -83,6 +83,12 @@ def test_explain_sees_every_call_however_often_and_however_it_was_compiled():
         assert len(inductor_passes.explain(function, *leaves())) == 1
 
 
+@pytest.mark.parametrize("thing", [3, None, "model", torch.ones(2)])
+def test_explain_names_what_cannot_be_called(thing):
+    with pytest.raises(TypeError, match=f"model must be a module or a function, got {type(thing).__name__}"):
+        inductor_passes.explain(thing, torch.ones(2))
+
+
 def test_explain_strict_wants_a_call():
     with pytest.raises(inductor_passes.UnpackedCallError, match="no registered op"):
         inductor_passes.explain(lambda x: x + 1, torch.ones(2), strict=True)
