@@ -418,22 +418,22 @@ def _prepare(
     num_factors = NUM_FACTORS if norm is None else NUM_FACTORS_NORM
     factors = kept.gates.new_empty((s.num_chunks, s.HV, num_factors, CHUNK))
 
-    def fill_factors(norm: Tensor | None, filled: bool) -> None:
+    def fill_factors(norm: Tensor | None, solve: Tensor | None) -> None:
         g, beta = (x.view(s.B * s.T, s.HV) for x in (inputs.g, inputs.beta))
         gates(
             g, beta, inputs.A_log, inputs.dt_bias, norm, kept.gates, factors, chunks, options, s.HK,
-            filled=filled, is_half=q.dtype == torch.float16,
+            solve=solve, is_half=q.dtype == torch.float16,
         )  # fmt: skip
 
     if not have:
-        fill_factors(None, filled=False)
+        fill_factors(None, None)
         solve(
             q, k, kept.gates, factors, chunks, options,
             norms=norm, scores=kept.scores if has_scores else None, out=kept.solve,
         )  # fmt: skip
     if have or norm is not None:
         # After `solve`, which reads the write strengths among the factors and makes the norms in the others.
-        fill_factors(norm, filled=True)
+        fill_factors(norm, kept.solve)
     return _Prepared(norm, kept.gates, factors, kept.solve, kept.scores)
 
 

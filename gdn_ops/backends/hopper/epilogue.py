@@ -25,8 +25,8 @@ sums over earlier tokens enter. The sums are short and damped unless keys are ne
 the rounding of each u has left; the second one, with the chunk's own u and dv, has no such sum. A great write strength
 goes with it, so the two are weighted by beta^2, by which the second is divided. At beta = 0 the numerator of the first
 and beta vanish. So `solve` takes a beta of at least 2^-64 in magnitude (2^-14 for float16): too little to change any
-result in its dtype, enough for the quotient to be exact. So is the divisor here: factor_3. In float16 with norms w is 1
-for a beta below 2^-6 as well: W, in which the norms are, would be too small a number for that dtype.
+result in its dtype, enough for the quotient to be exact. So is the divisor here, the factors' last row. In float16 with
+norms w is 1 for a beta below 2^-6 as well: W, in which the norms are, would be too small a number for that dtype.
 
 Then the chain to what the caller gave: the gate's A_log and dt_bias, the sigmoid of beta.
 
@@ -120,7 +120,7 @@ def _epilogue_kernel(
     state_BC = tl.load(sums_at + STATE * C, mask=mask_rows, other=0.0)
     dot_BC = tl.load(sums_at + DOT * C, mask=mask_h[:, None] & (offs_c < DOTS)[None, :], other=0.0)
     updates_BC = tl.load(sums_at + UPDATES * C, mask=mask_rows, other=0.0)
-    beta_BC = tl.load(factors_at[:, None] + 3 * C + offs_c[None, :], mask=mask_rows, other=1.0)
+    beta_BC = tl.load(factors_at[:, None] + (FACTORS - 1) * C + offs_c[None, :], mask=mask_rows, other=1.0)
     values_BC = _sum_rows(sums_at, mask_rows, 0, VALUES, C)
     left_BC = tl.where(mask, left_BC, 0.0)
     other_BC = tl.where(mask, right_BC - left_BC - values_BC, 0.0)

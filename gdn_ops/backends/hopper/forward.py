@@ -7,7 +7,8 @@ previous one's accumulator as its left operand (registers) and a TMA tile as its
     o^T = (S^T q^T) * factor_2 + u^T P^T;        S^T = factor_4 S^T + (u^T * factor_1) k
 
 A's diagonal, the write strength, stays apart: it is by far A's largest part, and as an initial value of u's accumulator
-neither it nor y is rounded. That takes a third off the rounding error of everything.
+neither it nor y is rounded. That takes a third off the rounding error of everything. Where keys are alike A has its
+diagonal, and factor_3 is next to nothing: then u is made of the rounded y, whose rest cancels (`solve`).
 
 So the serial chain has no shared-memory round trip, no exponential and no mask. Rows of S^T are independent: two
 warpgroups own a half of V each, a producer warp feeds both.

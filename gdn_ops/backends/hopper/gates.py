@@ -1,18 +1,21 @@
 """Decay and write strength: the chunk-local cumulative decay, and the factors that every later stage multiplies by.
 
     G_i = sum over j <= i of g'_j * log2(e), inside the chunk, float32          (saved as `gates` [NT,HV,C])
-    factors [NT,HV,5,C], float32:
+    factors [NT,HV,6,C], float32:
         0  2^G_i / |k_i|                    what a key reads from the state at the chunk's start
         1  2^(G_end - G_i) / |k_i|          what a key writes into the state at the chunk's end
         2  scale * 2^G_i / |q_i|            what a query reads
-        3  beta'_i                          the diagonal of the inverse, which `solve` leaves out (see `forward`)
+        3  beta'_i                          what A as stored lacks of its diagonal; where it has that, for keys that are
+                                            alike, what beta' has lost there by rounding (see `solve`)
         4  2^G_end, in its first number     how much of the state survives the chunk
+        5  beta'_i                          (with norms: row 8)
     with norms 1 where `use_qk_l2norm` is off, and factors 0 for tokens past the document's end. With norms three more
-    rows, [NT,HV,8,C], let `gradients` get a decay and both its norms from one exponential:
+    rows, [NT,HV,9,C], let `gradients` get a decay and both its norms from one exponential:
         5  G_i - log2 |k_i|                 6  G_i - log2 |q_i|                 7  G_i + log2 |k_i|
 
 So the sequential kernels need no exponential, no mask and no normalised copy of q and k. The norms come from `solve`,
-which needs row 3 itself: with them this stage runs before it, without norms, and again after it.
+which needs row 3 itself: with them this stage runs before it, without norms, and again after it. Which chunks' keys are
+alike `solve` finds; afterwards the first number of A says so.
 Grid: one program a chunk and block of value heads.
 """
 
@@ -29,8 +32,8 @@ from gdn_ops.shapes import CHUNK, Options
 
 # Letters: NT chunks, HV value heads, HK query/key heads, H value heads of one program, C chunk length, R = HV / HK.
 
-NUM_FACTORS = 5
-NUM_FACTORS_NORM = 8
+NUM_FACTORS = 6
+NUM_FACTORS_NORM = 9
 
 _HEADS = 16
 _LOG2_E = math.log2(math.e)
@@ -71,7 +74,7 @@ def kept_from_zero(beta, IS_HALF: tl.constexpr):
 
 @triton.jit
 def _gates_kernel(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, norms_ptr, gates_ptr, factors_ptr, table_ptr, scale,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, norms_ptr, solve_ptr, gates_ptr, factors_ptr, table_ptr, scale,
     HV: tl.constexpr, HK: tl.constexpr, C: tl.constexpr, H: tl.constexpr, FROM_GATES: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
     SIGMOID: tl.constexpr, DOUBLED: tl.constexpr, IS_HALF: tl.constexpr,
@@ -92,6 +95,7 @@ def _gates_kernel(
         gates_at = gates_ptr + row[:, None] * C + offs_c[None, :]
         if FROM_GATES:
             gates_HC = tl.load(gates_at, mask=mask_h[:, None], other=0.0)
+            corner_H = tl.load(solve_ptr + row * (C * C), mask=mask_h, other=0.0)
         else:
             raw_HC = tl.load(g_ptr + token[None, :] * HV + offs_h[:, None], mask=mask, other=0.0).to(tl.float32)
             if HAS_GATE:
@@ -126,23 +130,27 @@ def _gates_kernel(
         tl.store(factors_at + 2 * C, tl.where(mask, query_HC, 0.0), mask=mask_h[:, None])
         beta_HC = tl.load(beta_ptr + token[None, :] * HV + offs_h[:, None], mask=mask, other=0.0)
         beta_HC = kept_from_zero(write_strength(beta_HC, SIGMOID, DOUBLED), IS_HALF)
+        tl.store(factors_at + (FACTORS - 1) * C, tl.where(mask, beta_HC, 0.0), mask=mask_h[:, None])
+        if FROM_GATES:
+            rounded_HC = beta_HC.to(solve_ptr.dtype.element_ty).to(tl.float32)
+            beta_HC = tl.where(corner_H[:, None] != 0.0, beta_HC - rounded_HC, beta_HC)
         tl.store(factors_at + 3 * C, tl.where(mask, beta_HC, 0.0), mask=mask_h[:, None])
         tl.store(factors_ptr + row * (FACTORS * C) + 4 * C, tl.exp2(end_H), mask=mask_h)
 
 
 def gates(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, norms: Tensor | None, out: Tensor,
-    factors: Tensor, chunks: Chunks, options: Options, num_qk_heads: int, *, filled: bool, is_half: bool,
+    factors: Tensor, chunks: Chunks, options: Options, num_qk_heads: int, *, solve: Tensor | None, is_half: bool,
 ) -> None:  # fmt: skip
-    """Fill `factors` [NT,HV,5,C] (8 with norms), and `out` [NT,HV,C] unless it is `filled` already.
+    """Fill `factors` [NT,HV,6,C] (9 with norms) and, before `solve` [NT,HV,C,C] is there, `out` [NT,HV,C].
 
     g, beta [T,HV]; norms [T,2,HK]; is_half: whether the operands are float16.
     """
     NT, HV = out.shape[:2]
     launch(
         _gates_kernel, (NT, triton.cdiv(HV, _HEADS)),
-        g, beta, A_log, dt_bias, norms, out, factors, chunks.table, options.scale,
-        HV=HV, HK=num_qk_heads, C=CHUNK, H=_HEADS, FROM_GATES=filled,
+        g, beta, A_log, dt_bias, norms, solve, out, factors, chunks.table, options.scale,
+        HV=HV, HK=num_qk_heads, C=CHUNK, H=_HEADS, FROM_GATES=solve is not None,
         HAS_GATE=A_log is not None, HAS_BIAS=dt_bias is not None, HAS_NORMS=norms is not None,
         SIGMOID=options.use_beta_sigmoid, DOUBLED=options.allow_neg_eigval, IS_HALF=is_half,
         LOG2_E=_LOG2_E, LEAST=_LEAST_LOG2_DECAY, FACTORS=factors.shape[2], num_warps=4,

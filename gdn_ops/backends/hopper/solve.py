@@ -6,6 +6,11 @@
 Only what lies below A's diagonal is stored: the diagonal is beta, and its users have that unrounded (`forward`). Rows
 and columns of tokens past the document's end are zero.
 
+Where keys are alike, k_i . k_j near 1, and little decays, A is nearly a difference operator: sums of u over a chunk
+cancel, and what each rounding left adds up in the state. Such a chunk's A is stored with its diagonal, so that u is
+made of the rounded y alone and what y lost cancels too; of beta the factors then have only what A's diagonal lost. And
+its 16 x 16 diagonal blocks are rounded so that the sums of their rows and columns stay.
+
 The decay is a diagonal similarity, so the inverse is taken of the undecayed L and gated afterwards: nothing in it can
 overflow, however strong the decay. X is built from 16 x 16 blocks: the diagonal ones by exact elimination in float32,
 the others by X_ij = -X_ii sum_k K_ik X_kj in TF32, where K = k k^T, since X_ii has beta in it. All intermediates are
@@ -59,9 +64,16 @@ _C = gl.constexpr(CHUNK)
 _K = gl.constexpr(128)
 _B = gl.constexpr(16)
 
-_UNCUT = gl.constexpr((1 + 2**-11 * 0.7213) ** 4)
+_UNCUT = gl.constexpr((1 + 2**-11 * 0.7213) ** 2)
 """TF32 operands are cut off, not rounded, which makes them smaller by 2^-11 / (2 log 2) of themselves on average. Every
-product with a block of k k^T goes through four such operands, so the block is made larger by what they lose."""
+product with a block of k k^T goes through four operands, of which two, blocks of X, are rounded to nearest; so the
+block is made larger by what the others lose, itself and its product with the first."""
+
+_ALIKE = gl.constexpr(0.45)
+"""Sum of squares that a row of X must have below its diagonal and within its diagonal block, on average, for a chunk's
+keys to count as alike: most of it is what stands beside the diagonal, about -beta^2 k_i . k_(i-1)."""
+_LITTLE_DECAY = gl.constexpr(4.0)
+"""Log2 of the decay from a chunk's start up to which a token's column counts among them."""
 
 
 @gluon.jit
@@ -90,7 +102,8 @@ def _stack(parts, H: gl.constexpr):
 
 @gluon.jit
 def _invert_blocks(products_s, beta_s, H: gl.constexpr, WARP_HEADS: gl.constexpr):
-    """Transposed diagonal blocks of X: [H * 64 (head, block, column), 16 (row)].
+    """Transposed diagonal blocks of X: [H * 64 (head, block, column), 16 (row)], and [H,4,16] the sum of squares of
+    every column of theirs below the diagonal.
 
     products_s [16 * 16 (row, column), 4 (block)] holds those of -k k^T. A thread owns one column of some heads: its
     rows follow from one another by numbers that are the same for all threads of a block.
@@ -105,13 +118,22 @@ def _invert_blocks(products_s, beta_s, H: gl.constexpr, WARP_HEADS: gl.constexpr
     column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
     zero = gl.full([H, 4, 16], 0.0, gl.float32, COLUMNS)
     rows = (gl.where(column == 0, gl.convert_layout(betas[0], BLOCKS)[:, :, None], zero),)
+    squares = zero
     for i in gl.static_range(1, 16):
         total = gl.where(column == i, 1.0, zero)
         for j in gl.static_range(i):
             product = products.index(i * 16 + j).load(gl.SliceLayout(0, BLOCKS))
             total += product[None, :][:, :, None] * rows[j]
-        rows = rows + (gl.convert_layout(betas[i], BLOCKS)[:, :, None] * total,)
-    return _stack(rows, H)
+        x = gl.convert_layout(betas[i], BLOCKS)[:, :, None] * total
+        squares += gl.where(column == i, 0.0, x * x)
+        rows = rows + (x,)
+    return _stack(rows, H), squares
+
+
+@gluon.jit
+def _nearest(x):
+    """A TF32 operand: half of its last place is added, so that what the tensor cores cut off rounds to nearest."""
+    return (x.to(gl.int32, bitcast=True) + 0x1000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -120,8 +142,46 @@ def _mul(a, b, acc):
 
 
 @gluon.jit
-def _inverse(diagonal_s, products_s, r: gl.constexpr, L_JI: gl.constexpr, WIDTH: gl.constexpr):
-    """X of value head r, transposed and without its diagonal: [64 (column), 64 (row)].
+def _is_alike(squares_s, r: gl.constexpr, valid):
+    """Whether value head r's keys count as alike, by the sums of squares below its diagonal blocks' diagonals [H * 4].
+
+    Every thread adds them up, from addresses that are the same for all: so what follows is known to be a branch that
+    the threads of a warp take together.
+    """
+    EACH: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    return gl.sum(squares_s.slice(r * 4, 4).load(EACH), 0) > _ALIKE * valid.to(gl.float32)
+
+
+@gluon.jit
+def _keep_sums(a_JI, valid, dtype: gl.constexpr):
+    """Give what rounding to `dtype` will leave of a transposed A's diagonal blocks, but for their diagonal, to each
+    block's first column and last row, so that the sums of rows and columns stay; nothing in a block with rows past
+    `valid`, which are zero."""
+    blocks = _diagonal_blocks(a_JI)
+    L_BLOCKS: gl.constexpr = blocks.type.layout
+    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L_BLOCKS)))[:, None, None]
+    column = gl.arange(0, _B, gl.SliceLayout(0, gl.SliceLayout(2, L_BLOCKS)))[None, :, None]
+    row = gl.arange(0, _B, gl.SliceLayout(0, gl.SliceLayout(1, L_BLOCKS)))[None, None, :]
+    inner = (row > column) & (row < _B - 1) & (column > 0) & (block * _B + _B <= valid)
+    left = gl.where(inner, blocks.to(dtype).to(gl.float32) - blocks, 0.0)
+    of_rows = gl.sum(left, 1)
+    of_columns = gl.sum(left, 2)
+    of_all = gl.sum(of_rows, 1)
+    change = gl.where(column == 0, of_rows[:, None, :], 0.0)
+    last = gl.where(column == 0, -of_all[:, None][:, None, :], of_columns[:, :, None])
+    change += gl.where(row == _B - 1, last, 0.0)
+    wide = gl.reshape(a_JI, [4, _B, 4, _B])
+    L_WIDE: gl.constexpr = wide.type.layout
+    L_3: gl.constexpr = gl.SliceLayout(3, L_WIDE)
+    own = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L_3)))[:, None, None, None]
+    other = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L_3)))[None, None, :, None]
+    wide -= gl.where(own == other, gl.convert_layout(change, gl.SliceLayout(2, L_WIDE))[:, :, None, :], 0.0)
+    return gl.convert_layout(gl.reshape(wide, [_C, _C]), a_JI.type.layout)
+
+
+@gluon.jit
+def _inverse(diagonal_s, products_s, is_alike, r: gl.constexpr, L_JI: gl.constexpr, WIDTH: gl.constexpr):
+    """X of value head r, transposed, without its diagonal unless keys are alike: [64 (column), 64 (row)].
 
     diagonal_s [H * 64, 16] is what `_invert_blocks` returns, products_s [256, 16] the blocks of -k k^T.
     """
@@ -132,18 +192,19 @@ def _inverse(diagonal_s, products_s, r: gl.constexpr, L_JI: gl.constexpr, WIDTH:
     diagonal = diagonal_s.slice(r * _C, _C).load(MMA)
     column = gl.arange(0, _C, gl.SliceLayout(1, MMA))[:, None]
     row = gl.arange(0, _B, gl.SliceLayout(0, MMA))[None, :]
-    hollow = gl.where(column % _B == row, 0.0, diagonal)
+    hollow = gl.where((column % _B == row) & (is_alike == 0), 0.0, diagonal)
     # Each of these is a block of rows of X, over all columns.
     rows = (gl.where(column // _B == 0, hollow, 0.0),)
-    operands = (gl.convert_layout(gl.where(column // _B == 0, diagonal, 0.0), LEFT),)
+    operands = (gl.convert_layout(gl.where(column // _B == 0, _nearest(diagonal), 0.0), LEFT),)
     for i in gl.static_range(1, 4):
         total = zero
         for j in gl.static_range(i):
             total = _mul(operands[j], products_s.slice((4 * i + j) * _B, _B).permute((1, 0)).load(RIGHT), total)
-        x = _mul(gl.convert_layout(total, LEFT), diagonal_s.slice(r * _C + i * _B, _B).load(RIGHT), zero)
+        own = _nearest(diagonal_s.slice(r * _C + i * _B, _B).load(RIGHT))
+        x = _mul(gl.convert_layout(total, LEFT), own, zero)
         rows = rows + (gl.where(column // _B == i, hollow, x),)
         if i < 3:
-            operands = operands + (gl.convert_layout(gl.where(column // _B == i, diagonal, x), LEFT),)
+            operands = operands + (gl.convert_layout(_nearest(gl.where(column // _B == i, diagonal, x)), LEFT),)
     x = gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3]))
     return gl.convert_layout(gl.reshape(gl.permute(x, (0, 2, 3, 1)), [_C, _C]), L_JI)
 
@@ -186,6 +247,7 @@ def _solve_kernel(
     L_I: gl.constexpr = gl.SliceLayout(0, L_JI)
     L_CK: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     L_HC: gl.constexpr = gl.BlockedLayout([H // 2], [32], [4], [0])
+    L_C: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
@@ -246,7 +308,12 @@ def _solve_kernel(
         diagonal_s.store(gl.reshape(gl.permute(diagonal, (1, 2, 0)), [256, 4]))
         products_s = gl.allocate_shared_memory(gl.float32, [256, _B], BLOCKS)
         products_s.store(gl.reshape(gl.permute(gl.reshape(kk_JI, [4, _B, 4, _B]), (0, 2, 1, 3)), [256, _B]))
-        inverted = _invert_blocks(diagonal_s, beta_s, H, WARP_HEADS)
+        inverted, squares = _invert_blocks(diagonal_s, beta_s, H, WARP_HEADS)
+        CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        gates_HBC = reinterpret(gates_s, gl.float32, [H, 4, _B], CUBE).load(squares.type.layout)
+        counted = gl.sum(gl.where(gates_HBC > -_LITTLE_DECAY, squares, 0.0), 2)
+        squares_s = gl.allocate_shared_memory(gl.float32, [H * 4], VECTOR)
+        reinterpret(squares_s, gl.float32, [H, 4], FLAT).store(counted)
         # What is allocated from here on lies where q and k are, which the products of every warp must have read first.
         # Triton takes a product for done where it is issued, and a tile for dead after its last use by this very name:
         # as what an earlier wait has returned it would not be kept.
@@ -269,7 +336,8 @@ def _solve_kernel(
             p_s = gl.allocate_shared_memory(dtype, [_C, _C], tma.TILE_16BIT)
         a_s = gl.allocate_shared_memory(dtype, [_C, _C], tma.TILE_16BIT)
         HEADS: gl.constexpr = H if PROGRAMS > 1 else R
-        x_JI = _inverse(inverted_s, products_s, 0, L_JI, WIDTH)
+        is_alike = _is_alike(squares_s, 0, valid)
+        x_JI = _inverse(inverted_s, products_s, is_alike, 0, L_JI, WIDTH)
         for r in gl.static_range(HEADS):
             # The table's last number is zero. Read in every head, so that the compiler cannot make masks and zeros
             # once and hold them in registers that there are not.
@@ -278,9 +346,18 @@ def _solve_kernel(
             decay_JI = gl.exp2(gates_C.load(L_I)[None, :] - gates_C.load(L_J)[:, None])
             keep = (j + zero)[:, None] <= i[None, :]
             nothing = zero.to(gl.float32)
-            a_JI = gl.where(keep, x_JI * decay_JI, nothing).to(dtype)
             if HAS_SCORES:
                 p_JI = gl.where(keep, kq_JI * decay_JI, nothing).to(dtype)
+            a_JI = gl.where(keep, x_JI * decay_JI, nothing)
+            if is_alike:
+                a_JI = _keep_sums(a_JI, valid, dtype)
+                if not HAS_NORMS:
+                    # With norms `gates` runs once more, and finds the mark in the matrix.
+                    beta_C = beta_s.slice(r * _C, _C).load(L_C)
+                    at = factors_ptr + (row0 + r) * (FACTORS * _C) + 3 * _C + gl.arange(0, _C, L_C)
+                    is_own = gl.arange(0, _C, L_C) < (R - r0 - r) * _C  # all of them, or none
+                    gl.store(at, beta_C - beta_C.to(dtype).to(gl.float32), mask=is_own)
+            a_JI = a_JI.to(dtype)
             if r > 0:
                 store_wait(0)
                 barrier()
@@ -295,7 +372,8 @@ def _solve_kernel(
                 if HAS_SCORES:
                     async_store(scores_desc, [at, 0], p_s)
             if r + 1 < HEADS:
-                x_JI = _inverse(inverted_s, products_s, r + 1, L_JI, WIDTH)
+                is_alike = _is_alike(squares_s, r + 1, valid)
+                x_JI = _inverse(inverted_s, products_s, is_alike, r + 1, L_JI, WIDTH)
         store_wait(0)
 
 
@@ -305,8 +383,8 @@ def solve(
 ) -> None:  # fmt: skip
     """Fill `out` (A) and, where they are given, `scores` (P) [NT,HV,C,C] and `norms` [T,2,HK].
 
-    q, k [T,HK,K]; gates [NT,HV,C]; factors [NT,HV,F,C], of which only the write strength is read. Without scores q is
-    not read, and its norms are not filled in.
+    q, k [T,HK,K]; gates [NT,HV,C]; factors [NT,HV,F,C], of which only row 3 is read, and without norms written where
+    keys are alike. Without scores q is not read, and its norms are not filled in.
     """
     NT, HV = gates.shape[:2]
     HK = k.shape[1]

@@ -18,7 +18,10 @@ import measure
 import oracle
 
 from gdn_ops import settings
-from gdn_ops.shapes import Options
+from gdn_ops.bench import accuracy, gate
+from gdn_ops.bench.cases import Case, make_data
+from gdn_ops.bench.providers import split
+from gdn_ops.shapes import Inputs, Options
 
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2.4e-3}
 """About one and a half times the largest error of any case here (3.8e-3 and 1.6e-3)."""
@@ -36,6 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "beta=0": {"HK": 1, "HV": 3, "bounds": measure.bounds_of([70, 129]), "zero_beta": True},
     "extreme": {"HK": 1, "HV": 3, "T": 129, "decay": "extreme", "initial": True},
     "weak": {"HK": 1, "HV": 3, "T": 300, "decay": "weak"},
+    "parallel": {"HK": 1, "HV": 2, "bounds": measure.bounds_of([150, 70, 64]), "decay": "weak", "parallel_keys": True},
+    "parallel, norm": {
+        "HK": 1, "HV": 3, "bounds": measure.bounds_of([150, 70]), "decay": "weak", "parallel_keys": True, "norm": True,
+        "sigmoid": True, "initial": True,
+    },
     "cut": {"HK": 1, "HV": 2, "bounds": [0, 3300], "decay": "weak", "initial": True},
 }  # fmt: skip
 
@@ -57,7 +65,8 @@ def test_results_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(measure, "isolated", lambda *args: True)
     found = measure.check_case(name)
     assert found.broken == []
-    assert all(error <= BOUND[found.dtype] for error in found.errors.values()), found.errors
+    bound = BOUND[found.dtype] * (3 if CASES[name].get("parallel_keys") else 1)
+    assert all(error <= bound for error in found.errors.values()), found.errors
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,22 @@ def test_gradients_where_one_form_would_err(case: dict[str, Any], name: str, bou
     out = measure.forward_once(inputs, options, "solve", final=False)
     grads, _ = measure.backward_once(out, do, None, inputs, options, packed=False)
     assert oracle.relative_error({"g": grads.dg, "beta": grads.dbeta}[name], want) <= bound
+
+
+def test_what_nearly_parallel_keys_leave_cancels() -> None:
+    """Largest errors over the largest expected value. With y, du and the write strength unrounded in one of their two
+    terms and every entry of A to nearest, dv errs by 21e-3 here, dbeta by 20e-3."""
+    case = Case("few tokens", 1, 3, 400, (266, 1, 133))
+    data = accuracy.INPUTS["nearly parallel keys"](case, make_data(case, "cpu", seed=5))
+    q, k, v = split(case, data.row)
+    assert data.cu_seqlens is not None
+    inputs = Inputs(q, k, v, data.g, data.beta, None, data.cu_seqlens.int())
+    out = measure.forward_once(inputs, Options(128**-0.5), "solve", final=False)
+    grads, _ = measure.backward_once(out, data.do, None, inputs, Options(128**-0.5), packed=False)
+    want = gate.recurrence(case, data)
+    for name, bound in (("o", 14e-3), ("dq", 11e-3), ("dk", 9e-3), ("dv", 13e-3), ("dg", 9e-3), ("dbeta", 9e-3)):
+        found = out.o if name == "o" else getattr(grads, name)
+        assert gate.errors(found.reshape(want[name].shape), want[name])[1] <= bound, name
 
 
 def test_a_rate_that_overflows_where_the_softplus_is_zero() -> None:

@@ -21,7 +21,8 @@ import gdn_ops
 from gdn_ops import settings, shapes
 from gdn_ops.backends import hopper
 from gdn_ops.backends.hopper import summaries
-from gdn_ops.bench import accuracy
+from gdn_ops.bench import accuracy, gate
+from gdn_ops.bench.providers import provider
 from gdn_ops.shapes import Inputs, Options, packed_width, segment_rule, sizes
 
 pytestmark = [
@@ -54,6 +55,17 @@ def test_results_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("kind", accuracy.INPUTS)
 def test_no_less_accurate_than_the_better_peer(kind: str) -> None:
     assert peers.worse_than_peers("hopper", kind) == {}
+
+
+@pytest.mark.parametrize(
+    "kind, rms, largest",
+    [("nearly parallel keys", gate.RELATIVE_RMS, gate.MAX_ABS), ("almost equal keys", 1.15e-2, 3e-2)],
+)
+def test_keys_that_are_alike(kind: str, rms: float, largest: float) -> None:
+    """The bounds of the gate that every usual input has to pass; or not far from them."""
+    found = accuracy.errors(kind, provider("ours-hopper", accuracy.CASE), "cuda", accuracy.CASE)
+    assert {name: x for name, x in found.relative_rms.items() if not x <= rms} == {}
+    assert {name: x for name, x in found.largest.items() if not x <= largest} == {}
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
