@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn_ops import packing
-from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.derivatives import first_derivative_only, refuse_transforms
 from gdn_ops.ops import kernels, lib
 from gdn_ops.plain import is_plain
 from gdn_ops.shapes import packed_layouts, packed_width
@@ -150,6 +150,7 @@ def _chunk_fwd_autograd(*tensors: Tensor | None, **kwargs: Any) -> tuple[Tensor,
     tensors = _all_tensors("chunk_fwd", tensors)
     _refuse_forward_mode(tensors)
     if _needs_graph(tensors):
+        refuse_transforms()
         return _ChunkFwd.apply(packing.come_from_one_row(*tensors[:3]), False, kwargs, *tensors)
     return _call("chunk_fwd", False, *tensors, **kwargs)
 
@@ -158,6 +159,7 @@ def _chunk_packed_fwd_autograd(*tensors: Tensor | None, **kwargs: Any) -> tuple[
     tensors = _all_tensors("chunk_packed_fwd", tensors)
     _refuse_forward_mode(tensors)
     if _needs_graph(tensors):
+        refuse_transforms()
         return _ChunkPackedFwd.apply(False, kwargs, *tensors)
     return _call("chunk_packed_fwd", False, *tensors, **kwargs)
 

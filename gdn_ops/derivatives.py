@@ -1,4 +1,4 @@
-"""First derivatives only: a second one is an error, never a number that lacks a term."""
+"""First derivatives only, by autograd itself: others are an error, never a number that lacks a term."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# What torch asks in `autograd.Function.apply`; where a version has no such function, torch's error has to do.
+transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def refuse_transforms() -> None:
+    """Say what to use instead, where torch would say that an autograd.Function must override a method. Nothing is
+    refused that torch takes."""
+    if transforms_active():
+        raise NotImplementedError(
+            "gated delta rule: torch.func transforms other than vmap (grad, vjp, jacrev and the like) are not "
+            "supported; take derivatives with torch.autograd.grad or backward()"
+        )
 
 
 class _NoSecondDerivative(torch.autograd.Function):

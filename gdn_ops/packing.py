@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdn_ops import counters
 from gdn_ops.checks import check_row
-from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.derivatives import first_derivative_only, transforms_active
 from gdn_ops.shapes import L2NORM_EPS, packed_layouts, packed_width
 from gdn_ops.version import __version__
 from inductor_passes import registry
@@ -129,13 +129,15 @@ def packed_qkv_views(
     function's autograd node returns as it is. Hooks and `retain_grad` on the views see the right gradients. Where a
     hook replaces a gradient, a view has a second use or gets no gradient, the row is concatenated
     (`stats().concatenations`), which is right and slower. The views cannot be edited in place while `row` requires
-    grad. Under `torch.compile` they are plain views, which the graph pass of `inductor_passes` rewrites.
+    grad. Under `torch.compile` they are plain views, which the graph pass of `inductor_passes` rewrites; in
+    `torch.vmap` too.
 
     Raises:
         TypeError, ValueError: a wrong dtype, rank or width, with what was expected.
     """
     check_row(row, num_qk_heads, num_v_heads, head_dim)
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and row.requires_grad):
+    plain = torch.compiler.is_compiling() or transforms_active()
+    if plain or not (torch.is_grad_enabled() and row.requires_grad):
         return split_row(row, num_qk_heads, num_v_heads, head_dim)
     q, k, v = _PackedQKVViews.apply(row, num_qk_heads, num_v_heads, head_dim)
     return q, k, v

@@ -240,6 +240,7 @@ class Run:
                 self.gates[key] = who.missing
                 print(f"gate {case.name} {who.name}: {who.missing}", flush=True)
                 return who.missing
+            print(f"checking {case.name} {who.name} ...", file=sys.stderr, flush=True)
             try:
                 wrong = gate.check(case, who, self.args.device)
                 self.gates[key] = None if wrong is None else f"RED GATE: {wrong}"
@@ -264,6 +265,7 @@ class Run:
         if not who.ours and (line[0] == "kernel" or line[1] in ("packed", "views")):
             reason, failed = "this package's own", False
         if reason is None:
+            print(f"measuring {case.name} {who.name} {' '.join(line)} ...", file=sys.stderr, flush=True)
             try:
                 self.results.append(measure(case, data, who, line, self.args))
                 print(f"measured {case.name} {who.name} {' '.join(line)}", flush=True)
@@ -299,6 +301,7 @@ def accuracies(names: Sequence[str], device: str, target: Path | None, top: dict
                 print(f"skipped {kind} {name}: {who.missing}", flush=True)
                 failed = True
                 continue
+            print(f"running {kind} {name} ...", file=sys.stderr, flush=True)
             try:
                 rows.append(accuracy.errors(kind, who, device, accuracy.CASE))
             except FAILURES as error:

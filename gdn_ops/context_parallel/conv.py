@@ -20,7 +20,7 @@ from gdn_ops.context_parallel import calls
 from gdn_ops.context_parallel.context import Context
 from gdn_ops.context_parallel.halo import MAX_WIDTH, Halo
 from gdn_ops.context_parallel.path import gather
-from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.derivatives import first_derivative_only, refuse_transforms
 from gdn_ops.ops import _dense_last, _load, _on_cpu, check_cu_seqlens_values, lib
 from gdn_ops.shapes import accumulator_dtype
 
@@ -252,6 +252,7 @@ def _autograd(
 ) -> Tensor:  # fmt: skip
     _refuse_forward_mode((x, weight, bias))
     if _needs_graph((x, weight, bias)):
+        refuse_transforms()
         return _Conv.apply(x, weight, bias, bounds, silu, (num_ranks, group_name), *halo)
     with torch._C._AutoDispatchBelowAutograd():
         return _direct(x, weight, bias, bounds, halo, silu=silu, num_ranks=num_ranks, group_name=group_name)

@@ -22,7 +22,7 @@ from gdn_ops.context_parallel.path import Call, Gathering, Heard
 from gdn_ops.context_parallel.plan import HEARS_ALL, Hears, Plan
 from gdn_ops.context_parallel.segments import summary_sizes
 from gdn_ops.context_parallel.sharing import Prepared
-from gdn_ops.derivatives import first_derivative_only
+from gdn_ops.derivatives import first_derivative_only, refuse_transforms
 from gdn_ops.ops import lib
 from gdn_ops.outputs import allocate_chunk_fwd
 from gdn_ops.shapes import Inputs, accumulator_dtype
@@ -222,6 +222,7 @@ def _autograd(num_operands: int) -> Any:
         *tensors, plan = args
         _refuse_forward_mode(tuple(tensors))
         if _needs_graph(tuple(tensors[: num_operands + 5])):
+            refuse_transforms()
             from_row = num_operands == 3 and packing.come_from_one_row(*tensors[:3])
             return _ContextFwd.apply(num_operands, from_row, False, kwargs, Plan(*plan), *tensors)
         with torch._C._AutoDispatchBelowAutograd():

@@ -186,11 +186,41 @@ def test_forward_mode_is_refused():
         dual = torch.autograd.forward_ad.make_dual(tensors["q"], torch.ones_like(tensors["q"]))
         with pytest.raises(NotImplementedError, match="forward-mode"):
             run(dual)
-    # torch.func transforms say no one way or another; none may return a number.
     with pytest.raises((NotImplementedError, RuntimeError)):
         torch.func.jvp(run, (tensors["q"],), (torch.ones_like(tensors["q"]),))
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        torch.func.grad(lambda q: run(q).sum())(tensors["q"])
+
+
+def _of_views(row, g, beta):
+    q, k, v = gdn_ops.packed_qkv_views(row, num_qk_heads=2, num_v_heads=4, head_dim=8)
+    return gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta)[0]
+
+
+def _of_a_row(row, g, beta):
+    return gdn_ops.chunk_gated_delta_rule_packed(row, g, beta, num_qk_heads=2, num_v_heads=4, head_dim=8)[0]
+
+
+def _of_parts(row, g, beta):
+    q, k, v = (x.unflatten(-1, (-1, 8)) for x in row.split([16, 16, 32], -1))
+    return gdn_ops.chunk_gated_delta_rule(q, k, v, g, beta)[0]
+
+
+@pytest.mark.parametrize("function", [_of_parts, _of_views, _of_a_row])
+def test_transforms_of_torch_func_are_refused_with_what_to_use(function):
+    row, g, beta = torch.randn(1, 5, 64), -torch.rand(1, 5, 4), torch.rand(1, 5, 4)
+
+    def run(row):
+        return function(row, g, beta).square().sum()
+
+    for transform in (torch.func.grad(run), torch.func.jacrev(run), lambda x: torch.func.vjp(run, x)):
+        with pytest.raises(NotImplementedError, match=r"other than vmap .* torch\.autograd\.grad"):
+            transform(row)
+    expected = torch.autograd.grad(run(row.requires_grad_()), row)[0]
+    assert expected.isfinite().all()
+    # What torch takes is still taken: vmap, with gradients that come through autograd itself.
+    batched = torch.vmap(lambda row: function(row, g, beta))(row[None])
+    assert torch.equal(torch.autograd.grad(batched.square().sum(), row)[0], expected)
+    shared = torch.vmap(lambda g: function(row, g, beta))(g[None])
+    assert torch.equal(torch.autograd.grad(shared.square().sum(), row)[0], expected)
 
 
 def test_unused_outputs_of_the_op_are_not_differentiable():

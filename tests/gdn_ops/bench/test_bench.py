@@ -92,7 +92,13 @@ def test_command_measures_every_form_and_writes_json_and_chart(tiny, tmp_path, c
     assert found["header"]["torch"] == torch.__version__
     assert found["command"].startswith("python -m gdn_ops.bench --device cpu")
     assert chart.stat().st_size > 1000
-    assert "floor/step" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "floor/step" in said.out
+    started = said.err.splitlines()
+    assert "checking tiny ours ..." in started
+    for line in [line for line in said.out.splitlines() if line.startswith("measured tiny ")]:
+        assert f"measuring {line.removeprefix('measured ')} ..." in started
+    assert sum(line.startswith("measuring tiny ours ") for line in started) == len(ours)
 
 
 def test_one_failing_provider_does_not_lose_the_others(tiny, monkeypatch, tmp_path, capsys):
@@ -179,9 +185,10 @@ def test_accuracy_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(accuracy, "CASE", TINY)
     target = tmp_path / "accuracy.json"
     assert command.main(["--device", "cpu", "--accuracy", "--json", str(target)]) == 0
-    text = capsys.readouterr().out
+    text, said = capsys.readouterr()
     assert "step ms" not in text
     assert all(kind in text for kind in accuracy.INPUTS)
+    assert all(f"running {kind} ours ..." in said for kind in accuracy.INPUTS)
     assert len(json.loads(target.read_text())["accuracy"]) == len(accuracy.INPUTS)
 
 
