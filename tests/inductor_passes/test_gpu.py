@@ -129,8 +129,8 @@ def test_cuda_graphs_are_captured_and_give_the_same_bits(kind, replayed):
     for enabled in (True, False):
         replayed.clear()
         skips, packed = counters["inductor"]["cudagraph_skips"], inductor_passes.counters["packed"]
-        # Bits can be compared only if a rounding does not depend on what Inductor fuses with what, nor the order of a sum
-        # (the taps' gradient) on which of its configurations was faster when it was timed.
+        # Bits can be compared only if a rounding does not depend on what Inductor fuses with what, nor the order of a
+        # sum (the taps' gradient) on which of its configurations was faster when it was timed.
         with (
             inductor_passes.configured(enabled=enabled),
             torch._inductor.config.patch(emulate_precision_casts=True, deterministic=True),
