@@ -267,6 +267,6 @@ def test_amd_compiles(launches, dtype):
 @pytest.mark.slow
 def test_float32_compiles_for_hopper(launches):
     # Three TF32 products a dot hold high and low parts of whole operands: everything spills but the smallest kernels.
-    # gradients: 3156 with Triton 3.6, 3948 with 3.9 (3048 and 3892 while the gates of pairs were loaded behind products).
+    # gradients: 3156 with Triton 3.6, 3948 with 3.9 (3048 and 3892 while gates of pairs were loaded behind products).
     spills = {"_solve_kernel": 192, "_forward_kernel": 400, "_reverse_kernel": 448, "_gradients_kernel": 3952}
     _check(launches(torch.float32, hopper=True), spills)
