@@ -77,13 +77,12 @@ class Plan(NamedTuple):
     tokens), forward_starts [Q] (document whose initial state a piece takes), forward_table int32 [P+Q,8] (the same as
     a backend's kernels read it, chunks counted along forward_segments: first the P of which only H is asked for, then
     those of H and M), forward_saved_table (the same with chunks counted along cu_seqlens, as those of the op's saved
-    tensors are), transition_segments int32 [2L] (the pieces of the fragments that tell M), transition_fold [M,S]
-    (which of these are a fragment's, in order), piece_transitions int32 [2Q] (the pieces whose M this rank needs
-    itself, the others empty). The backward's mirrors: backward_segments,
-    backward_ends, backward_table [QB,8] and backward_saved_table.
+    tensors are), transitions int32 [2Q] (the pieces whose M somebody needs, the others empty; no pieces if nobody needs
+    any). The backward's mirrors: backward_segments, backward_ends, backward_table [QB,8] and backward_saved_table.
 
     Then walks S <- M S + H, int32 [paths,steps,3], at each step the row of H, that of M, and the row that the state is
-    written to: fold (the pieces of a fragment: what it tells) and ways (one a fragment: over the fragments before it,
+    written to: fold (the pieces of a fragment: what it tells), transition_fold (the M that it tells: H is the first
+    piece's M, then row 0 of zeros) and ways (one a fragment: over the fragments before it,
     in the first num_between steps, to its first piece, and from there to its others), from the states of the documents
     way_starts [W]; backwards the mirrors.
     """
@@ -97,10 +96,9 @@ class Plan(NamedTuple):
     forward_starts: Tensor
     forward_table: Tensor
     forward_saved_table: Tensor
-    transition_segments: Tensor
-    transition_fold: Tensor
-    piece_transitions: Tensor
+    transitions: Tensor
     fold: Tensor
+    transition_fold: Tensor
     way_starts: Tensor
     ways: Tensor
     backward_segments: Tensor
@@ -202,11 +200,9 @@ class _Pieces:
         self.backward = [piece for piece in chained if self.starts[piece] < 0]
         self.cut = [fragment for fragment in self.linked if len(self.number[fragment]) > 1]
         own = {piece for fragment in self.cut for piece in self.number[fragment]}
+        own |= {piece for role in roles if 0 < role.number < role.length - 1 for piece in self.number[role.fragment]}
         self.moves = {piece for piece in self.forward if piece in own and self.starts[piece] < 0}
-        """The pieces whose M this rank needs itself: neither a document's first nor its last."""
-        inner = [role.fragment for role in roles if 0 < role.number < role.length - 1]
-        self.telling = [piece for fragment in sorted(inner) for piece in self.number[fragment]]
-        """The pieces of fragments that tell M."""
+        """The pieces, neither a document's first nor its last, of fragments that are cut, and of those that tell M."""
 
     @property
     def longest(self) -> int:
@@ -252,14 +248,13 @@ def _table(runs: list[_Run], count: int) -> list[int]:
 
 
 class _Sizes(NamedTuple):
-    """Equal on every rank: pieces, those summarised each way (forward: of these without M), those of fragments that
-    tell M, ways (fragments, and pieces that there are not), pieces of one fragment."""
+    """Equal on every rank: pieces, those summarised each way (forward: of these without M), ways (fragments, and pieces
+    that there are not), pieces of one fragment."""
 
     pieces: int
     forward: int
     additions: int
     backward: int
-    telling: int
     ways: int
     longest: int
 
@@ -276,7 +271,6 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1,
         forward=max(len(p.forward) for p in everyone),
         additions=max(len(p.forward) - len(p.moves) for p in everyone),
         backward=max(len(p.backward) for p in everyone),
-        telling=max(len(p.telling) for p in everyone),
         ways=max(len(p.number) + num_pieces - p.count for p in everyone),
         longest=max(p.longest for p in everyone),
     )
@@ -290,12 +284,6 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1,
             last[own.ends[piece]] = piece
     forward_pairs = pairs([own.flat[piece] for piece in own.forward], sizes.forward)
     backward_pairs = pairs([own.flat[piece] for piece in own.backward], sizes.backward)
-    transition_pairs = pairs([own.flat[piece] for piece in own.telling], sizes.telling)
-    transition_fold = [[-1] * sizes.longest for _ in range(links.num_transitions)]
-    for place, slot in links.transitions.items():
-        if place.rank == rank:
-            numbers = [own.telling.index(piece) for piece in own.number[place.fragment]]
-            transition_fold[slot][: len(numbers)] = numbers
 
     def run(piece: int, chunk: int, document: int, start: int, stop: int) -> _Run:
         return _Run(*own.flat[piece], chunk, _chunks(*own.flat[piece]), document, start, stop)
@@ -317,6 +305,7 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1,
     moving = [
         span if p in own.moves else (span[0], span[0]) for p, span in zip(own.forward, forward_pieces, strict=True)
     ]
+    has_moves = sizes.longest > 1 or links.num_transitions > 0
     forward_slots = {piece: slot for slot, piece in enumerate(own.forward)}
     backward_slots = {piece: slot for slot, piece in enumerate(own.backward)}
     walks = _Walks(part, rank, links, own, sizes, forward_slots, backward_slots)
@@ -342,13 +331,9 @@ def make_plan(part: Partition, rank: int, device: torch.device, pieces: int = 1,
             )
             for name, runs in (("forward_table", forward), ("forward_saved_table", forward_saved))
         },
-        "transition_segments": (transition_pairs, (2 * sizes.telling,)),
-        "transition_fold": ([x for row in transition_fold for x in row], (links.num_transitions, sizes.longest)),
-        "piece_transitions": (
-            pairs(moving, sizes.forward) if sizes.longest > 1 else [],
-            (2 * sizes.forward if sizes.longest > 1 else 0,),
-        ),
+        "transitions": (pairs(moving, sizes.forward) if has_moves else [], (2 * sizes.forward if has_moves else 0,)),
         "fold": (walks.fold(), (links.num_forward, sizes.longest, 3)),
+        "transition_fold": (walks.transition_fold(), (links.num_transitions, sizes.longest, 3)),
         "way_starts": (walks.ends_of_ways(own.starts, 0), (sizes.ways,)),
         "ways": (walks.ways(), (sizes.ways, D + sizes.longest - 1, 3)),
         "backward_segments": (backward_pairs, (2 * sizes.backward,)),
@@ -401,6 +386,17 @@ class _Walks(NamedTuple):
 
     def fold(self) -> list[int]:
         return self._folds(self.links.forward, self.links.num_forward, self.forward_slots, backwards=False)
+
+    def transition_fold(self) -> list[int]:
+        """A path a fragment that tells M: from its first piece's, over those of the others."""
+        paths = [[_NO_STEP] * self.sizes.longest for _ in range(self.links.num_transitions)]
+        for place, slot in self.links.transitions.items():
+            if place.rank == self.rank:
+                for step, piece in enumerate(self.own.number[place.fragment]):
+                    paths[slot][step] = (0, self._move(piece), -1) if step else (self._move(piece), -1, -1)
+        for slot, path in enumerate(paths):
+            path[-1] = (*path[-1][:2], slot)
+        return _flat(paths)
 
     def backward_fold(self) -> list[int]:
         return self._folds(self.links.backward, self.links.num_backward, self.backward_slots, backwards=True)

@@ -9,16 +9,14 @@
                           and the other way round, its final state's gradient
 
 One rank's words are one flat tensor of fixed size, [A*HV*K*V | M*HV*K*K] elements for A fragments and M transitions, so
-one all-gather carries them. H and dH are computed as the op itself computes states, in the operands' dtype. The M that
-is told is computed in the accumulation dtype, from operands converted to it: its errors would be carried over all
-ranks. That is the same chunked recurrence without values (v = 0) started from the identity. The M of a piece stays on
-the rank, and may be as exact as the op's own way through the piece: on Hopper it is that way, in the launch of H.
+one all-gather carries them. H, dH and M are computed as the op itself computes states, from operands in their own
+dtype; M is what its recurrence makes of the identity without values (v = 0), on Hopper in the launch of H. What a
+fragment tells follows from its pieces', in the accumulation dtype.
 Where fragments are cut, H, M and dH of the pieces are returned too, transposed: [Q,HV,V,K], [Q,HV,K,K] and
 [QB,HV,V,K], for the walks from piece to piece; else these have zero rows.
 
 On a GPU calls like earlier ones repeat their launches (`repeats.py`). What can be repeated is in functions of its own
 (`_own_summary` and others), which take of the plan what they read: index tensors of another batch are other addresses.
-The M that is told is not among it: it is made with torch operations.
 """
 
 import functools
@@ -197,49 +195,37 @@ def _final_states(inputs: Inputs, options: Options) -> Tensor:
 
 
 def _transitions(inputs: Inputs, segments: Tensor, options: Options) -> Tensor:
-    """M of each segment [M,HV,K,K], in the accumulation dtype."""
-    exact = inputs.k.to(accumulator_dtype(inputs.k.dtype))
-    HV, K = inputs.v.shape[2], inputs.k.shape[3]
-    nothing = exact.new_zeros((1, 1, 1, K)).expand(*exact.shape[:2], HV, K)
-    identity = torch.eye(K, dtype=exact.dtype, device=exact.device).expand(segments.shape[0] - 1, HV, K, K)
-    return _final_states(
-        inputs._replace(q=exact, k=exact, v=nothing, initial_state=identity.contiguous(), cu_seqlens=segments), options
-    )
-
-
-def _products(moves: Tensor, fold: Tensor) -> Tensor:
-    """M of fragments [M,HV,K,K] from M of their pieces, the first piece's on the right; zeros for unused slots."""
-    first, *others = fold.unbind(1)
-    found = rows(moves, first)
-    if others:
-        found = found.double()  # torch may be allowed to compute float32 products in TF32
-    for piece in others:
-        more = torch.matmul(rows(moves, piece).double(), found)
-        found = torch.where((piece >= 0).view(-1, 1, 1, 1), more, found)
-    return found
+    """M of each segment [Q,HV,K,K], in the accumulation dtype."""
+    k, HV, K = inputs.k, inputs.v.shape[2], inputs.k.shape[3]
+    nothing = k.new_zeros((1, 1, 1, K)).expand(*k.shape[:2], HV, K)
+    identity = torch.eye(K, dtype=accumulator_dtype(k.dtype), device=k.device)
+    starts = identity.expand(segments.shape[0] - 1, HV, K, K).contiguous()
+    return _final_states(inputs._replace(v=nothing, initial_state=starts, cu_seqlens=segments), options)
 
 
 @torch.no_grad()
 def _own_summary(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
     dt_bias: Tensor | None, solve: Tensor | None, factors: Tensor | None, segments: Tensor, starts: Tensor,
-    table: Tensor, saved_table: Tensor, piece_transitions: Tensor, fold: Tensor,
+    table: Tensor, saved_table: Tensor, transitions: Tensor, fold: Tensor, transition_fold: Tensor,
     *, words: int, kept: int, **switches: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """All of `segment_summary_fwd` but the M that is told, which has no words yet.
+    """`segment_summary_fwd`; what it reads of the plan are the forward's tables.
 
     solve and factors: of all pieces' chunks, from `sharing.prepare`, or None.
     """
     k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
-    told, additions, moves = _allocate_summary(k, v, words, kept)
+    told, additions, kept_moves = _allocate_summary(k, v, words, kept)
     options = Options(scale=1.0, **switches)
     count, num_told = starts.shape[0], fold.shape[0]
     if not count:
-        return told, additions, moves
+        return told, additions, kept_moves
     # The queries do not matter for the state.
     inputs = Inputs(k, k, v, g, beta, None, segments, A_log, dt_bias)
     states = additions if kept else told.new_empty((count, HV, V, K))
+    has_moves = transitions.shape[0] > 0
+    moves = kept_moves if kept or not has_moves else told.new_empty((count, HV, K, K))
     summaries = _summaries(inputs, options)
     if summaries is not None:
         inputs = inputs._replace(initial_state=None if initial_state is None else initial_state.contiguous())
@@ -252,13 +238,26 @@ def _own_summary(
         start = None if initial_state is None else _between(rows(initial_state, starts))
         found = _final_states(inputs._replace(initial_state=start), options)
         states.copy_(found.transpose(-1, -2))
-        if kept:
-            moves.copy_(_transitions(inputs, piece_transitions, options).transpose(-1, -2))
+        if has_moves:
+            moves.copy_(_transitions(inputs, transitions, options).transpose(-1, -2))
+    split = num_told * HV * K * V
     walk(
-        told[: num_told * HV * K * V].view(-1, HV, K, V), None, None, fold,
+        told[:split].view(-1, HV, K, V), None, None, fold,
         Stage(states[None], moves[None], fold.shape[1], sources_transposed=True, moves_transposed=True),
     )  # fmt: skip
-    return told, additions, moves
+    if transition_fold.shape[0]:
+        _fold_transitions(told[split:].view(-1, HV, K, K), moves, transition_fold)
+    return told, additions, kept_moves
+
+
+def _fold_transitions(told: Tensor, moves: Tensor, fold: Tensor) -> None:
+    """M of fragments [M,HV,K,K] from M of their pieces [Q,HV,K,K], transposed: a walk from the first one on."""
+    first = Stage(moves[None], moves[None], 1, sources_transposed=True, moves_transposed=True)
+    if fold.shape[1] == 1:
+        walk(told, None, None, fold, first)
+        return
+    nothing = _placed(None, fold.view(-1)[:1], (told.shape[1], told.shape[2], told.shape[3]), told)
+    walk(told, None, None, fold, first, first._replace(sources=nothing[None], num_steps=fold.shape[1] - 1))
 
 
 def _own_summary_backend(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -280,26 +279,11 @@ def _segment_summary_fwd(
     HV, K, V = v.shape[2], k.shape[3], v.shape[3]
     words, kept = summary_sizes(p, HV, K, V)
     solve, factors = (None, None) if prepared is None else prepared.matrices
-    found = own_summary(
+    return own_summary(
         k, v, g, beta, initial_state, A_log, dt_bias, solve, factors,
-        p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table, p.piece_transitions, p.fold,
-        words=words, kept=kept, **switches,
+        p.forward_segments, p.forward_starts, p.forward_table, p.forward_saved_table, p.transitions, p.fold,
+        p.transition_fold, words=words, kept=kept, **switches,
     )  # fmt: skip
-    if p.num_transitions:
-        _tell_transitions(found[0][p.num_forward * HV * K * V :], k, v, g, beta, A_log, dt_bias, p, switches)
-    return found
-
-
-@torch.no_grad()
-def _tell_transitions(
-    told: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    plan: Plan, switches: dict[str, bool],
-) -> None:  # fmt: skip
-    k, v, g, beta = _dense(k), _dense(v), g.contiguous(), beta.contiguous()
-    inputs = Inputs(k, k, v, g, beta, None, plan.forward_segments, A_log, dt_bias)
-    exact = _transitions(inputs, plan.transition_segments, Options(scale=1.0, **switches))
-    HV, K = v.shape[2], k.shape[3]
-    told.view(-1, HV, K, K).copy_(_products(exact, plan.transition_fold))
 
 
 def summary_sizes(plan: Plan, HV: int, K: int, V: int) -> tuple[int, int]:
@@ -486,7 +470,8 @@ _IMPLEMENTATIONS = {
     "segment_summary_fwd": _Op(
         _segment_summary_fwd,
         _own_summary,
-        "k v g beta initial_state A_log dt_bias solve factors segments starts table saved_table piece_transitions fold",
+        "k v g beta initial_state A_log dt_bias solve factors segments starts table saved_table transitions fold "
+        "transition_fold",
         _own_summary_backend,
         _segment_summary_fwd_fake,
     ),
