@@ -316,7 +316,7 @@ def test_gpu_long_chain_without_decay(dtype, rounding):
 @pytest.mark.usefixtures("head_size_128")
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_gpu_transitions_are_as_exact_as_the_op(pieces):
-    """Against float64 products of the same bfloat16 keys, without decay: what a rank tells errs as a state of the op."""
+    """Against float64 products of the same bfloat16 keys, without decay: what is told errs as a state of the op."""
     from gdn_ops import reference
 
     T, HV, D = 2000, problems.HV, problems.D
