@@ -13,6 +13,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Inductor's loops are compiled without vector instructions, in half of the time, and are not tried in any first.
     # No test is about them but test_inductor.py's, which switches them on.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    # Bits are compared between calls whose tensors lie at other addresses. On AMD processors MKL's sums depend on these
+    # unless it is asked not to.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         threads = max(1, (os.cpu_count() or 1) // workers)
