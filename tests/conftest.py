@@ -13,8 +13,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Inductor's loops are compiled without vector instructions, in half of the time, and are not tried in any first.
     # No test is about them but test_inductor.py's, which switches them on.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    # Bits are compared between calls whose tensors lie at other addresses. On an AMD processor they differed until MKL was
-    # asked for sums that do not depend on these.
+    # Bits are compared between calls whose tensors lie at other addresses. On an AMD processor they differed until MKL
+    # was asked for sums that do not depend on these.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
